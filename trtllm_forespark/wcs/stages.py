@@ -1,0 +1,71 @@
+"""What one stage of a decode step hands to the next.
+
+n requests, K maximum draft length, d_i draft length, b_i <= d_i verified length. "Packed" arrays hold the rows of all
+requests one after another, request i in rows ``cu_lengths[i]:cu_lengths[i + 1]``. The fields are array-likes: NumPy on
+the host, tensors where a backend keeps them on its device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Stage 1, pre-draft estimate (eq. 2-3): what each candidate length would yield for each request.
+
+    survival: [n, K, K] float32, ``survival[i, d - 1, j - 1]`` = Pr(A_i,d >= j); entries with j > d are 0.
+    known: [n] bool, False for a request whose estimate does not exist yet (it takes the mean of the others).
+    """
+
+    survival: Array
+    known: Array
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Stage 2, joint schedule (eq. 4).
+
+    draft_lengths: [n] int64, d_i. budget: B as planned. expected_goodput: tokens a second the schedule expects.
+    draft_seconds, verify_seconds: the latencies it was priced at.
+    """
+
+    draft_lengths: Array
+    budget: int
+    expected_goodput: float
+    draft_seconds: float
+    verify_seconds: float
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Stage 3, the drafts of a batch, packed over drafted tokens (D rows in all).
+
+    token_ids: [D]. cu_lengths: [n + 1] int64, 0 for a request that drafts nothing.
+    candidates: [D, C] token ids the proposal is restricted to; proposal: [D, C] q over them (sums to 1 a row;
+    one-hot for a greedy request). survival: [n, K] post-draft survival S^_i,j, 0 past d_i.
+    """
+
+    token_ids: Array
+    cu_lengths: Array
+    candidates: Array
+    proposal: Array
+    survival: Array
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Stage 4, distribute: verified_lengths [n] int64, b_i <= d_i, always a prefix of the draft."""
+
+    verified_lengths: Array
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What verification decided: accepted [n] int64 (drafts accepted, <= b_i), emitted: n lists of new token ids."""
+
+    accepted: Array
+    emitted: list[list[int]]
