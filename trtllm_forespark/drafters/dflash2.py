@@ -1,0 +1,213 @@
+"""The DFlash 2 drafter: a few decoder layers over [anchor, masks] that read the target's context as keys and values.
+
+One forward serves training and serving. It works on *packed* slots: the blocks of all requests one after another,
+request i's anchor followed by its d_i masks, no padding (ForeSpark §4.4). How a slot attends (to its request's context
+and to its own block) is the caller's, as an `Attend`; everything else is here.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trtllm_forespark.drafters.config import DFlash2Config
+from trtllm_forespark.drafters.estimators import PostDraftEstimator, PreDraftEstimator
+
+
+class Attend(Protocol):
+    """Attention of one draft layer over the context and the block."""
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """query [S, heads, d], block key and value [S, kv_heads, d], all rotated -> [S, heads, d]."""
+        ...
+
+
+def rotary_tables(positions: torch.Tensor, head_dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos, sin [S, 1, head_dim] in float32 for integer positions [S]."""
+    inverse = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim)
+    angle = positions.to(torch.float32)[:, None] * inverse
+    angle = torch.cat([angle, angle], dim=-1)[:, None, :]
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding in the half-split layout; x [S, heads, d]."""
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+
+
+class GroupedConvolution(nn.Module):
+    """Token-conditioned causal convolution inside a block, before and after a sublayer; the identity at start.
+
+    Tap t reads the slot t places earlier in the same block: ``slot_index`` is each request's own in-block index, so
+    taps never reach across a block's start whatever the lengths of its neighbours.
+    """
+
+    def __init__(self, hidden_size: int, taps: int, group_size: int) -> None:
+        super().__init__()
+        self.taps, self.groups = taps, hidden_size // group_size
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, hidden_size))
+        self.kernel_projection = nn.Linear(hidden_size, 2 * taps * self.groups, bias=False)
+        with torch.no_grad():
+            self.base_kernel[:, 0] = 1.0
+            self.kernel_projection.weight.zero_()
+
+    def kernels(self, x: torch.Tensor) -> torch.Tensor:
+        """x [S, H] -> per-token kernel offsets [S, 2, taps, groups, 1]."""
+        return self.kernel_projection(x).view(x.shape[0], 2, self.taps, self.groups, 1)
+
+    def forward(self, x: torch.Tensor, kernels: torch.Tensor, side: int, slot_index: torch.Tensor) -> torch.Tensor:
+        """x [S, H], side 0 before and 1 after the sublayer."""
+        grouped = x.view(x.shape[0], self.groups, -1)
+        base = self.base_kernel[side].view(self.taps, self.groups, -1)
+        out = grouped * (base[0] + kernels[:, side, 0])
+        for tap in range(1, self.taps):
+            shifted = F.pad(grouped, (0, 0, 0, 0, tap, 0))[: x.shape[0]]
+            inside = (slot_index >= tap).view(-1, 1, 1)
+            out = out + torch.where(inside, shifted * (base[tap] + kernels[:, side, tap]), 0.0)
+        return out.reshape_as(x)
+
+
+class DraftAttention(nn.Module):
+    """Qwen3 attention whose keys and values come from the context and the block through the same projections."""
+
+    def __init__(self, config: DFlash2Config) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        hidden, q_size, kv_size = config.hidden_size, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.q_proj = nn.Linear(hidden, q_size, bias=False)
+        self.k_proj = nn.Linear(hidden, kv_size, bias=False)
+        self.v_proj = nn.Linear(hidden, kv_size, bias=False)
+        self.o_proj = nn.Linear(q_size, hidden, bias=False)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def keys_values(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [S, H] (context features, or a block's normed states) -> rotated keys and values [S, kv_heads, d]."""
+        key = self.k_norm(self.k_proj(x).view(-1, self.kv_heads, self.head_dim))
+        return rotate(key, cos, sin), self.v_proj(x).view(-1, self.kv_heads, self.head_dim)
+
+    def queries(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return rotate(self.q_norm(self.q_proj(x).view(-1, self.heads, self.head_dim)), cos, sin)
+
+
+class DraftMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DFlash2Config) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    """Attention and MLP, each wrapped in its in-block convolution."""
+
+    def __init__(self, config: DFlash2Config) -> None:
+        super().__init__()
+        taps, group = config.conv_kernel_size, config.conv_group_size
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = DraftAttention(config)
+        self.attention_conv = GroupedConvolution(config.hidden_size, taps, group)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = DraftMLP(config)
+        self.mlp_conv = GroupedConvolution(config.hidden_size, taps, group)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        layer: int,
+        slot_index: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        attend: Attend,
+    ) -> torch.Tensor:
+        h = self.input_layernorm(x)
+        kernels = self.attention_conv.kernels(h)
+        h = self.attention_conv(h, kernels, 0, slot_index)
+        key, value = self.self_attn.keys_values(h, *rotary)
+        h = attend(layer, self.self_attn.queries(h, *rotary), key, value)
+        h = self.self_attn.o_proj(h.reshape(x.shape[0], -1))
+        x = x + self.attention_conv(h, kernels, 1, slot_index)
+        h = self.post_attention_layernorm(x)
+        kernels = self.mlp_conv.kernels(h)
+        h = self.mlp(self.mlp_conv(h, kernels, 0, slot_index))
+        return x + self.mlp_conv(h, kernels, 1, slot_index)
+
+
+class CandidateSelector(nn.Module):
+    """Path selector: score(b | a, h) = logit(b) + <pred[a] * (W h), succ[b]> over the top candidates, in float32.
+
+    Predecessors are target token ids (an anchor may be any token); successors are draft-vocabulary ids.
+    """
+
+    def __init__(self, config: DFlash2Config) -> None:
+        super().__init__()
+        self.top_k = config.selector_top_k
+        self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank).normal_(std=0.02))
+        self.successor_codebook = nn.Parameter(
+            torch.empty(config.draft_vocab_size, config.selector_rank).normal_(std=0.02)
+        )
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+
+    def scores(
+        self, logits: torch.Tensor, projected: torch.Tensor, predecessor: torch.Tensor, candidates: torch.Tensor
+    ) -> torch.Tensor:
+        """logits [m, C] of the candidates, projected = W h [m, r], predecessor [m], candidates [m, C] -> [m, C]."""
+        context = self.predecessor_codebook[predecessor].float() * projected.float()
+        return logits.float() + torch.einsum("mr,mcr->mc", context, self.successor_codebook[candidates].float())
+
+
+class DFlash2(nn.Module):
+    """The whole drafter. Embedding and head are the target's; the head is cut to the draft vocabulary's rows."""
+
+    d2t: torch.Tensor
+
+    def __init__(self, config: DFlash2Config) -> None:
+        super().__init__()
+        self.config = config
+        hidden = config.hidden_size
+        self.fc = nn.Linear(len(config.capture_layers) * hidden, hidden, bias=False)
+        self.hidden_norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.mask_embedding = nn.Parameter(torch.zeros(hidden))
+        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.candidate_selector = CandidateSelector(config)
+        self.pre_draft_estimator = PreDraftEstimator(hidden, config.estimator_rank, config.estimator_outputs)
+        self.post_draft_estimator = PostDraftEstimator(hidden, config.selector_rank)
+        self.register_buffer("d2t", torch.arange(config.draft_vocab_size))
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """Captured target layers [T, L, H] -> context features c [T, H] (§4.1)."""
+        return self.hidden_norm(self.fc(features.flatten(-2)))
+
+    def context_keys_values(
+        self, layer: int, context: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [T, kv_heads, d] that the context features [T, H] give draft layer ``layer``."""
+        return self.layers[layer].self_attn.keys_values(context, *rotary)
+
+    def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
+
+    def embed_blocks(self, anchor_embeddings: torch.Tensor, slot_index: torch.Tensor) -> torch.Tensor:
+        """Anchor embeddings [n, H] at slots of index 0, the learned mask elsewhere -> [S, H]."""
+        request = torch.cumsum(slot_index == 0, 0) - 1
+        at_anchor = (slot_index == 0)[:, None]
+        return torch.where(at_anchor, anchor_embeddings[request], self.mask_embedding)
+
+    def forward(
+        self, blocks: torch.Tensor, slot_index: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """Packed blocks [S, H] with in-block index and true position a slot -> hidden states h [S, H] after the norm."""
+        rotary = self.rotary(positions)
+        x = blocks
+        for index, layer in enumerate(self.layers):
+            x = layer(x, index, slot_index, rotary, attend)
+        return self.norm(x)

@@ -1,0 +1,245 @@
+"""Joint training of a DFlash 2 drafter and both estimators (§4.5, appendix A)."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from trtllm_forespark.drafters.config import DFlash2Config
+from trtllm_forespark.drafters.dflash2 import DFlash2
+from trtllm_forespark.training.blocks import AnchorBatch, draft_hidden, sample_anchors
+from trtllm_forespark.training.features import FeatureStore, draft_vocabulary
+from trtllm_forespark.training.losses import Targets, binary_cross_entropy, draft_loss
+from trtllm_forespark.training.state import load_state, save_state
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """minutes: training time over all resumed runs; the cosine schedule follows it. texts, anchors: a step's batch.
+
+    ce_share: share of the run trained on cross-entropy alone before 0.1 CE + 0.9 TV (total variation has no gradient
+    where the drafter gives a token no probability). held: texts at the store's end kept for validation.
+    lambda_pre, lambda_post: weights of the estimators' losses.
+    """
+
+    minutes: float = 60.0
+    texts: int = 4
+    anchors: int = 32
+    learning_rate: float = 3e-3
+    warmup_steps: int = 100
+    weight_decay: float = 0.01
+    ce_share: float = 0.4
+    lambda_pre: float = 1.0
+    lambda_post: float = 0.1
+    held: int = 64
+    seed: int = 0
+    log_every: int = 50
+    save_every: int = 500
+
+
+@dataclass(frozen=True)
+class StepResult:
+    losses: dict[str, float]
+    matched: torch.Tensor
+    valid: torch.Tensor
+    anchors: int
+
+
+class Trainer:
+    """Holds a model, its optimiser and a store; `run` trains until the minutes are used or a signal comes."""
+
+    def __init__(
+        self,
+        config: DFlash2Config,
+        settings: TrainSettings,
+        store: FeatureStore,
+        embedding: torch.Tensor,
+        final_norm: torch.Tensor,
+        output: Path,
+    ) -> None:
+        """embedding [V, H] (the tied head too), final_norm [H] of the target; float32."""
+        self.settings, self.store, self.output = settings, store, Path(output)
+        self.output.mkdir(parents=True, exist_ok=True)
+        torch.manual_seed(settings.seed)
+        self.model = DFlash2(config)
+        self.embedding = embedding
+        self._initialise(final_norm)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=settings.weight_decay, fused=True
+        )
+        self.progress = {"step": 0, "seconds": 0.0, "anchors": 0}
+        self.progress.update(load_state(self.output, self.model, self.optimizer) or {})
+        self.head = embedding[self.model.d2t]
+        self.t2d = torch.full((config.vocab_size,), -1).index_put((self.model.d2t,), torch.arange(len(self.model.d2t)))
+
+    def _initialise(self, final_norm: torch.Tensor) -> None:
+        """Start near the target: fc reads the last captured layer, every layer scaled to unit RMS; its final norm."""
+        model, config = self.model, self.model.config
+        hidden = config.hidden_size
+        sample = np.concatenate([self.store[i].hidden[4:].astype(np.float32) for i in range(min(16, self.store.finished()))])
+        scale = torch.from_numpy(1.0 / np.sqrt((sample**2).mean((0, 2))))
+        with torch.no_grad():
+            for module in model.modules():
+                if isinstance(module, torch.nn.Linear) and module is not model.fc and module.weight.abs().sum() > 0:
+                    module.weight.normal_(std=module.in_features**-0.5 * 0.5)
+            weight = model.fc.weight.view(hidden, -1, hidden)
+            weight.normal_(std=0.02)
+            weight *= scale[None, :, None]
+            weight[:, -1] += torch.eye(hidden) * scale[-1]
+            model.norm.weight.copy_(final_norm)
+            model.mask_embedding.copy_(self.embedding.mean(0))
+            model.pre_draft_estimator.output.weight.zero_()
+            model.post_draft_estimator.output.weight.zero_()
+        model.d2t.copy_(torch.from_numpy(draft_vocabulary(self.store, config.draft_vocab_size, config.vocab_size)))
+
+    # One step ---------------------------------------------------------------------------------------------------
+
+    def targets(self, batch: AnchorBatch, length: int, every: int = 1) -> Targets:
+        labels = batch.labels[::every, :length]
+        return Targets(
+            label=torch.where(labels >= 0, self.t2d[labels.clamp(min=0)], -1),
+            valid=labels >= 0,
+            top_ids=self.t2d[batch.top_ids[::every, :length]],
+            top_probs=batch.top_probs[::every, :length],
+            previous=batch.previous[::every, :length],
+        )
+
+    def forward(self, batch: AnchorBatch, length: int, total_variation: float) -> tuple[torch.Tensor, StepResult]:
+        """Loss of one batch; ``length`` is the row d of the pre-draft triangle this step trains."""
+        model, block = self.model, self.model.config.block
+        context = model.fuse(batch.hidden)
+        rotary = model.rotary(batch.positions)
+        keys_values = [model.context_keys_values(layer, context, rotary) for layer in range(model.config.num_layers)]
+        embeddings = self.embedding[batch.anchor_tokens]
+        hidden = draft_hidden(model, batch, context, keys_values, embeddings, block)
+        targets = self.targets(batch, block)
+        draft = draft_loss(model, hidden, self.head, targets, total_variation)
+
+        predecessor = model.candidate_selector.predecessor_codebook[targets.previous]
+        post_logits = model.post_draft_estimator(hidden, predecessor)
+        post = binary_cross_entropy(post_logits, draft.acceptance, targets.valid.float())
+
+        # Row d of the triangle is labelled by drafts of exactly d tokens (a shorter draft is another proposal).
+        # A directional drafter's rows are prefixes of row K, so one length labels all.
+        alpha, valid, every = draft.acceptance, targets.valid, 1
+        if length < block and not model.config.causal:
+            every = 4
+            with torch.no_grad():
+                short = draft_hidden(model, batch, context, keys_values, embeddings, length, every)
+                short_targets = self.targets(batch, length, every)
+                alpha, valid = draft_loss(model, short, self.head, short_targets, 1.0).acceptance, short_targets.valid
+        text_of_anchor = np.repeat(batch.text_offsets[:-1], np.diff(batch.anchor_offsets))
+        rows = (torch.from_numpy(text_of_anchor) + batch.anchor_positions - 1)[::every]
+        logits = model.pre_draft_estimator(context.detach()[rows], embeddings[::every])
+        if not model.config.causal:
+            start = length * (length - 1) // 2
+            logits = logits[:, start : start + length]
+        pre = binary_cross_entropy(logits, alpha, valid.float())
+
+        loss = draft.loss + self.settings.lambda_pre * pre + self.settings.lambda_post * post
+        losses = {"draft": draft.loss.item(), "pre": pre.item(), "post": post.item()}
+        return loss, StepResult(losses, draft.matched, targets.valid, len(batch.anchor_tokens))
+
+    def step(self) -> StepResult:
+        settings, step = self.settings, self.progress["step"]
+        rng = np.random.default_rng((settings.seed, step))
+        available = min(self.store.finished(), len(self.store) - settings.held)
+        if available < settings.texts:
+            raise ValueError(f"{self.store.folder} holds {available} finished texts; training needs at least {settings.texts}")
+        texts = [self.store[i] for i in rng.choice(available, settings.texts, replace=False)]
+        batch = sample_anchors(texts, settings.anchors, self.model.config.block, rng)
+        block = self.model.config.block
+        length = block if step % block == 0 else step % block  # K, 1, ..., K - 1
+        share = self.progress["seconds"] / (60.0 * settings.minutes)
+        loss, result = self.forward(batch, length, 0.9 if share >= settings.ce_share else 0.0)
+        rate = settings.learning_rate * min(1.0, (step + 1) / settings.warmup_steps)
+        rate *= 0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * min(1.0, share)))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if not torch.isfinite(norm):
+            raise FloatingPointError(f"step {step}: the gradient is {norm.item()}; lower --learning-rate")
+        self.optimizer.step()
+        return result
+
+    # The run ----------------------------------------------------------------------------------------------------
+
+    def validate(self) -> dict[str, object]:
+        """Teacher-forced greedy match on the held texts, by position, given that the positions before matched."""
+        rng = np.random.default_rng(1)
+        first = max(0, min(self.store.finished(), len(self.store)) - self.settings.held)
+        if self.store.finished() == len(self.store):
+            first = len(self.store) - self.settings.held
+        block = self.model.config.block
+        reached, kept = torch.zeros(block), torch.zeros(block)
+        with torch.no_grad():
+            for start in range(first, first + self.settings.held, 4):
+                texts = [self.store[i] for i in range(start, min(start + 4, first + self.settings.held))]
+                _, result = self.forward(sample_anchors(texts, 16, block, rng), block, 1.0)
+                chain = (result.matched & result.valid).cumprod(1).bool()
+                before = torch.cat([result.valid[:, :1], chain[:, :-1] & result.valid[:, 1:]], 1)
+                reached += before.sum(0)
+                kept += (chain & before).sum(0)
+        conditional = (kept / reached.clamp(min=1)).tolist()
+        length = 1.0 + float(np.cumprod(conditional).sum())
+        return {"acceptance_length": round(length, 4), "conditional": [round(c, 4) for c in conditional]}
+
+    def run(self, report: Callable[[dict], None] = lambda line: None) -> dict[str, object]:
+        """Train until ``minutes`` are used up (over resumed runs); every line of the log also goes to ``report``."""
+        stop: list[int] = []
+        previous = {s: signal.signal(s, lambda number, frame: stop.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
+        progress, settings = self.progress, self.settings
+        started, base = time.monotonic(), progress["seconds"]
+        window: list[StepResult] = []
+        anchors_before, seconds_before = progress["anchors"], progress["seconds"]
+        (self.output / "settings.json").write_text(json.dumps({"train": asdict(settings), "drafter": self.model.config.asdict()}, indent=1))
+        try:
+            while progress["seconds"] < 60.0 * settings.minutes and not stop:
+                window.append(self.step())
+                progress["step"] += 1
+                progress["anchors"] += window[-1].anchors
+                progress["seconds"] = base + time.monotonic() - started
+                if progress["step"] % settings.log_every == 0:
+                    line = self._summary(window)
+                    line["anchors_per_second"] = round(
+                        (progress["anchors"] - anchors_before) / (progress["seconds"] - seconds_before), 1
+                    )
+                    anchors_before, seconds_before, window = progress["anchors"], progress["seconds"], []
+                    if progress["step"] % settings.save_every == 0:
+                        line["held"] = self.validate()
+                        save_state(self.output, self.model, self.optimizer, progress)
+                    self._log(line, report)
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        save_state(self.output, self.model, self.optimizer, progress)
+        final = {"step": progress["step"], "seconds": round(progress["seconds"], 1), "anchors": progress["anchors"], "held": self.validate(), "interrupted": bool(stop)}
+        self._log(final, report)
+        return final
+
+    def _summary(self, window: list[StepResult]) -> dict[str, object]:
+        matched, valid = torch.cat([r.matched for r in window]), torch.cat([r.valid for r in window])
+        share = (matched.float() * valid).sum(0) / valid.sum(0).clamp(min=1)
+        return {
+            "step": self.progress["step"],
+            "seconds": round(self.progress["seconds"], 1),
+            "anchors": self.progress["anchors"],
+            "texts": self.store.finished(),
+            **{name: round(float(np.mean([r.losses[name] for r in window])), 4) for name in window[0].losses},
+            "matched": [round(s, 3) for s in share.tolist()],
+        }
+
+    def _log(self, line: dict, report: Callable[[dict], None]) -> None:
+        with (self.output / "log.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        report(line)
