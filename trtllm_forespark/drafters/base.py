@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
-    from trtllm_forespark.models.attention import AttentionPlan
     from trtllm_forespark.wcs.stages import Draft, Estimate
 
 
@@ -78,6 +78,6 @@ class DrafterRunner(Protocol):
         """Pre-draft estimate (eq. 2-3), calibrated."""
         ...
 
-    def draft(self, context: DraftContext, lengths: torch.Tensor, plan: AttentionPlan | None, propose: Proposer) -> Draft:
+    def draft(self, context: DraftContext, lengths: torch.Tensor, page_table: np.ndarray, propose: Proposer) -> Draft:
         """One packed pass over anchor + d_i masks of the requests with d_i > 0 (§4.4)."""
         ...

@@ -1,0 +1,248 @@
+"""The step loop: continuous batching around the four stages of work-conserving speculation.
+
+`Executor.step` is the whole decode step: estimate, schedule, draft, distribute, then verify and commit. The policy
+behind the controller decides lengths and budget; nothing here asks which one runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from trtllm_forespark.runtime.backends.base import Backend, DraftBatch, TargetBatch
+from trtllm_forespark.runtime.batch import BatchScheduler, StepWork, known_tokens, prefill_goal
+from trtllm_forespark.runtime.kv_cache import KVCacheManager
+from trtllm_forespark.runtime.metrics import Metrics
+from trtllm_forespark.runtime.noise import Streams
+from trtllm_forespark.runtime.request import Request, Status, cut
+from trtllm_forespark.runtime.sampling import SamplingRows, propose
+from trtllm_forespark.runtime.verify import Verified, verify
+from trtllm_forespark.wcs.controller import WcsController
+from trtllm_forespark.wcs.stages import Draft, Estimate, Plan, Selection
+
+
+@dataclass(frozen=True)
+class ExecutorConfig:
+    """max_batch_size: requests that run at once. max_num_tokens: N + B of a step at most. seed: of the unseeded
+    requests' random streams, None takes entropy."""
+
+    max_batch_size: int = 64
+    max_num_tokens: int = 1024
+    seed: int | None = None
+
+
+class Executor:
+    """Runs requests to their end on one backend under one controller; single-threaded, one call a step."""
+
+    def __init__(self, backend: Backend, controller: WcsController, config: ExecutorConfig | None = None) -> None:
+        self.backend, self.controller = backend, controller
+        self.config = config or ExecutorConfig()
+        self.block = backend.spec.block if backend.spec else 0
+        self.scheduler = BatchScheduler(
+            KVCacheManager(backend.num_pages, backend.page_size),
+            self.config.max_batch_size,
+            self.config.max_num_tokens,
+            backend.max_seq_len,
+        )
+        self.requests: dict[object, Request] = {}
+        self.streams = Streams.new("cpu", self.config.seed)
+        self.metrics = Metrics()
+
+    # Requests ----------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises ValueError for one that can never run; the others are not touched."""
+        request.check_fits(self.backend.max_seq_len, self.backend.vocab_size)
+        if request.id in self.requests:
+            raise ValueError(f"request id {request.id!r} is in use; ids must be unique among open requests")
+        need = self.scheduler.pages_needed(request)
+        if need > self.backend.num_pages:
+            raise ValueError(
+                f"request {request.id!r} may grow to {need * self.backend.page_size} tokens, the KV cache holds "
+                f"{self.backend.num_pages * self.backend.page_size}; lower max_tokens or raise the cache size"
+            )
+        self.requests[request.id] = request
+        self.scheduler.waiting.append(request)
+
+    def cancel(self, request_id: object) -> bool:
+        """End a request now; False where it is not open."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        self._finish(request, "cancelled")
+        return True
+
+    @property
+    def idle(self) -> bool:
+        return not self.requests
+
+    def run(self, on_step: Callable[[], None] | None = None) -> None:
+        """Step until no request is open."""
+        while not self.idle:
+            self.step()
+            if on_step:
+                on_step()
+
+    # The step ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> StepWork:
+        """One decode step (ForeSpark §4): four stages, then the target's verdict."""
+        started, before = time.perf_counter(), sum(self.metrics.seconds.values())
+        work = self.scheduler.next_step()
+        if not work:
+            return work
+        stage = self.metrics.stage
+        with stage("pre_draft"):
+            estimate = self.pre_draft_estimate(work)
+        with stage("schedule"):
+            plan = self.joint_schedule(work, estimate)
+        with stage("draft"):
+            draft = self.draft(work, plan)
+        with stage("distribute"):
+            selection = self.distribute(work, plan, draft)
+        with stage("verify"):
+            verified = self.verify(work, draft, selection)
+        self.commit(work, draft, selection, verified)
+        spent = sum(self.metrics.seconds.values()) - before
+        self.metrics.seconds["other"] += time.perf_counter() - started - spent
+        return work
+
+    def pre_draft_estimate(self, work: StepWork) -> Estimate | None:
+        """Stage 1: what every candidate length would yield for each decoding request (eq. 2-3)."""
+        if not work.decoding or not self.controller.policy.needs_estimate:
+            return None
+        return self.backend.estimate(self._draft_batch(work))
+
+    def joint_schedule(self, work: StepWork, estimate: Estimate | None) -> Plan:
+        """Stage 2: draft lengths and verification budget together (eq. 4)."""
+        limits = np.array([self._longest_draft(r) for r in work.decoding], np.int64)
+        spare = self.config.max_num_tokens - work.num_tokens
+        keys = [r.key for r in work.decoding]
+        return self.controller.plan(keys, estimate, limits, work.num_tokens, max_budget=max(spare, 0))
+
+    def draft(self, work: StepWork, plan: Plan) -> Draft:
+        """Stage 3: one packed pass over the blocks of the requests that draft (§4.4)."""
+        lengths = np.asarray(plan.draft_lengths)
+        if not lengths.any():
+            return no_draft(len(work.decoding), self.block)
+        rows = SamplingRows.of(work.decoding)
+
+        def propose_position(
+            scores: torch.Tensor, candidates: torch.Tensor, who: torch.Tensor, position: int
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            shifted = rows.select(who).shift(position - 1)
+            choice, q, bad = propose(scores, candidates, shifted, self.streams.draft)
+            return choice.masked_fill(bad, -1), q
+
+        return self.backend.draft(self._draft_batch(work), lengths, propose_position)
+
+    def distribute(self, work: StepWork, plan: Plan, draft: Draft) -> Selection:
+        """Stage 4: the budget goes to the positions most likely to survive (eq. 5), prefixes of every draft."""
+        greedy = all(r.params.greedy for r in work.decoding)
+        return self.controller.select(plan, draft, work.num_tokens, greedy)
+
+    def verify(self, work: StepWork, draft: Draft, selection: Selection) -> Verified:
+        """The target reads N + B tokens in one packed pass and accepts losslessly (DESIGN §3)."""
+        verified = np.asarray(selection.verified_lengths).tolist()
+        tokens, starts = draft.token_ids.tolist(), draft.cu_lengths.tolist()
+        ids: list[int] = []
+        positions: list[int] = []
+        cu, logits_at, tables = [0], [], []
+        for request, b, start in zip(work.decoding, verified, starts, strict=False):
+            first = request.num_computed_tokens
+            self._reserve(request, first + 1 + b)
+            logits_at.extend(range(len(ids), len(ids) + 1 + b))
+            ids += [request.output_ids[-1] if request.output_ids else request.prompt_ids[-1], *tokens[start : start + b]]
+            positions.extend(range(first, first + 1 + b))
+            cu.append(len(ids))
+        for chunk in work.chunks:
+            self._reserve(chunk.request, chunk.start + chunk.count)
+            ids += known_tokens(chunk.request)[chunk.start : chunk.start + chunk.count]
+            positions.extend(range(chunk.start, chunk.start + chunk.count))
+            cu.append(len(ids))
+            if chunk.last:
+                logits_at.append(len(ids) - 1)
+        everyone = [*work.decoding, *(chunk.request for chunk in work.chunks)]
+        tables = [self.scheduler.cache.page_table(r.id) for r in everyone]
+        seats = [self.scheduler.seats[r] for r in everyone]
+        logits = self.backend.forward(TargetBatch(ids, positions, cu, tables, logits_at, seats))
+        sampled = [*work.decoding, *(chunk.request for chunk in work.chunks if chunk.last)]
+        extra = len(sampled) - len(work.decoding)
+        all_verified = torch.tensor(verified + [0] * extra, dtype=torch.int64)
+        padded = replace(draft, cu_lengths=torch.cat([draft.cu_lengths, draft.cu_lengths[-1:].expand(extra)]))
+        return verify(padded, all_verified, logits, SamplingRows.of(sampled), self.streams.verify)
+
+    def commit(self, work: StepWork, draft: Draft, selection: Selection, verified: Verified) -> None:
+        """Hand out tokens, keep what was accepted in the caches, end what is at its end."""
+        outcome = verified.outcome()
+        accepted, failed = verified.accepted.tolist(), verified.failed.tolist()
+        drafted = draft.cu_lengths.diff().tolist()
+        n = len(work.decoding)
+        budget = np.asarray(selection.verified_lengths).tolist()
+        sampled = [*work.decoding, *(chunk.request for chunk in work.chunks if chunk.last)]
+        kept = [1 + a for a in accepted[:n]] + [chunk.count for chunk in work.chunks]
+        if self.block:
+            self.backend.commit(kept)
+        if n:
+            self.controller.observe([r.key for r in work.decoding], draft, selection, replace(outcome, accepted=verified.accepted[:n]))
+        for request, count in zip([*work.decoding, *(c.request for c in work.chunks)], kept, strict=True):
+            request.num_computed_tokens += count
+            if request.status is Status.PREFILL and request.num_computed_tokens == prefill_goal(request):
+                request.status = Status.DECODE
+        emitted, counted = 0, []
+        for i, request in enumerate(sampled):
+            tokens, reason = cut(outcome.emitted[i], request, self.backend.max_seq_len)
+            before = request.accepted
+            if i < n:
+                request.emit(tokens, drafted=drafted[i], verified=budget[i], accepted=accepted[i])
+                counted.append(request.accepted - before)
+                emitted += len(tokens)
+            else:
+                request.output_ids.extend(tokens)
+            if failed[i] and reason is None:
+                self._finish(request, "error", "the target's logits were not finite")
+            elif reason is not None:
+                self._finish(request, reason, new_tokens=tokens)
+            elif tokens and request.callback:
+                request.callback(request, tokens)
+        if n:
+            self.metrics.count(drafted, budget, counted, emitted)
+
+    # Small parts -------------------------------------------------------------------------------------------------
+
+    def _draft_batch(self, work: StepWork) -> DraftBatch:
+        return DraftBatch(
+            anchors=[r.output_ids[-1] for r in work.decoding],
+            positions=[r.num_computed_tokens for r in work.decoding],
+            page_table=[self.scheduler.cache.page_table(r.id) for r in work.decoding],
+            seats=[self.scheduler.seats[r] for r in work.decoding],
+        )
+
+    def _longest_draft(self, request: Request) -> int:
+        """K, or less near max_tokens (the last token is the target's own), the context limit or the drafter's."""
+        if self.backend.spec is None:
+            return 0
+        left = request.tokens_left(self.backend.max_seq_len) - 1
+        return max(0, min(self.block, left, self.backend.spec.max_position - 1 - request.num_computed_tokens))
+
+    def _reserve(self, request: Request, tokens: int) -> None:
+        if not self.scheduler.cache.reserve(request.id, tokens):
+            raise RuntimeError(f"request {request.id!r}: no page for token {tokens}, though its pages were promised")
+
+    def _finish(self, request: Request, reason: str, error: str | None = None, new_tokens: list[int] | None = None) -> None:
+        request.finish(reason, error)  # type: ignore[arg-type]
+        self.scheduler.release(request)
+        self.controller.forget(request.key)
+        del self.requests[request.id]
+        if request.callback:
+            request.callback(request, new_tokens or [])
+
+
+def no_draft(n: int, block: int) -> Draft:
+    """The draft of a step that drafts nothing."""
+    none = torch.zeros(0, dtype=torch.int64)
+    return Draft(none, torch.zeros(n + 1, dtype=torch.int64), none.view(0, 1), none.view(0, 1).float(), torch.zeros(n, block))

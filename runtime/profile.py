@@ -1,0 +1,82 @@
+"""Measuring this machine: drafting and verification latencies, and the batch-wise caps (ForeSpark appendix B)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from trtllm_forespark.runtime.backends.base import DraftBatch, TargetBatch
+from trtllm_forespark.runtime.backends.torch_backend import TorchBackend
+
+
+class Probe:
+    """Passes of chosen shapes over a backend whose requests all have ``context`` tokens; times are seconds.
+
+    The cache holds whatever was there (zeros at the start): latency does not depend on values.
+    """
+
+    def __init__(self, backend: TorchBackend, context: int = 160, max_requests: int = 64) -> None:
+        self.backend, self.context = backend, context
+        page = backend.page_size
+        self.pages = -(-(context + 32) // page)
+        self.max_requests = min(max_requests, backend.num_pages // self.pages)
+        if self.max_requests < 1:
+            raise ValueError(f"the KV cache of {backend.num_pages} pages cannot hold one request of {context} tokens")
+        self.rng = np.random.default_rng(0)
+
+    def _tables(self, n: int) -> list[list[int]]:
+        return [list(range(i * self.pages, (i + 1) * self.pages)) for i in range(n)]
+
+    def verify(self, requests: int, tokens: int) -> float:
+        """One target pass over ``tokens`` tokens of ``requests`` requests as a step runs it: pass, argmax, commit."""
+        counts = [tokens // requests + (i < tokens % requests) for i in range(requests)]
+        cu = np.concatenate([[0], np.cumsum(counts)])
+        positions = np.concatenate([self.context + np.arange(c) for c in counts])
+        ids = self.rng.integers(0, self.backend.vocab_size, tokens)
+        batch = TargetBatch(
+            ids.tolist(), positions.tolist(), cu.tolist(), self._tables(requests), list(range(tokens)), list(range(requests))
+        )
+        self._wait()
+        started = time.perf_counter()
+        self.backend.forward(batch).argmax(-1).tolist()
+        self.backend.commit([1 + (c - 1) // 2 for c in counts])
+        self._wait()
+        return time.perf_counter() - started
+
+    def draft(self, requests: int, tokens: int) -> float:
+        """One draft pass of ``requests`` requests whose blocks hold ``tokens`` slots, anchors included."""
+        drafted = tokens - requests
+        lengths = [drafted // requests + (i < drafted % requests) for i in range(requests)]
+        ids = self.rng.integers(0, self.backend.vocab_size, requests)
+        batch = DraftBatch(ids.tolist(), [self.context] * requests, self._tables(requests), list(range(requests)))
+
+        def choose(scores: torch.Tensor, candidates: torch.Tensor, rows: torch.Tensor, position: int):
+            return scores.argmax(-1), torch.zeros_like(scores)
+
+        self._wait()
+        started = time.perf_counter()
+        self.backend.draft(batch, lengths, choose)
+        self._wait()
+        return time.perf_counter() - started
+
+    def _wait(self) -> None:
+        if self.backend.device.type == "cuda":
+            torch.cuda.synchronize(self.backend.device)
+
+
+def grid(max_requests: int, block: int) -> tuple[list[int], dict[int, list[int]], dict[int, list[int]]]:
+    """Batch sizes, and for each the token counts to time: n(1 + b) for the target, n(1 + d) for the drafter."""
+    sizes = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n <= max_requests]
+    per_request = [b for b in (0, 1, 2, 3, 5, 7, 10, 15, 23, 31) if b <= block]
+    verify, draft = {}, {}
+    for n in sizes:
+        few = {n + extra for extra in (1, 2, 4) if extra < n}  # small budgets spread over a large batch
+        verify[n] = sorted({n * (1 + b) for b in per_request} | few | {n + n // 2})
+        draft[n] = sorted({n * (1 + d) for d in per_request if d})
+    return sizes, verify, draft
+
+
+Report = Callable[[str], None]

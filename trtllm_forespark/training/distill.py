@@ -1,0 +1,163 @@
+"""Text a target writes itself, and its features: what a drafter is trained on (appendix A).
+
+The running engine is handed in (`Generate`, `Features`), so that this floor knows no executor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from trtllm_forespark.training.features import TOP
+
+
+class Generate(Protocol):
+    """The engine at work: prompts in, prompt and response token ids out, in any order, as they finish."""
+
+    def __call__(self, prompts: Sequence[str]) -> Iterator[tuple[int, list[int], list[int], bool]]:
+        """Yields (index of the prompt, prompt ids, response ids, ended by itself)."""
+        ...
+
+
+class Features(Protocol):
+    """One target pass over a text: tokens [T] -> captured features [T, L, H] and logits [R, V] of the last R positions
+    that have a successor, for R = ``responses``."""
+
+    def __call__(self, tokens: np.ndarray, responses: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def read_prompts(path: str | Path) -> list[dict]:
+    """JSONL with a ``prompt`` a line. Raises ValueError naming the line that is wrong."""
+    rows = []
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from None
+            if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+                raise ValueError(f'{path}, line {number}: needs an object with a text under "prompt"')
+            rows.append(row)
+    if not rows:
+        raise ValueError(f"{path} holds no prompts")
+    return rows
+
+
+def distill(prompts: list[dict], generate: Generate, output: Path, report: Callable[[int, int], None]) -> int:
+    """Let the engine answer prompts into ``output`` (.npz: prompt, resp, their offsets, source, row).
+
+    Finished answers are also appended to ``output``.partial.jsonl, from which a run that was interrupted goes on.
+    Answers that did not end by themselves are kept (cut). Returns how many answers the file holds.
+    """
+    output = Path(output)
+    partial = output.with_suffix(".partial.jsonl")
+    done: dict[int, dict] = {}
+    if partial.exists():
+        for line in partial.read_text().splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # the line a crash cut short
+            done[row["index"]] = row
+    todo = [i for i in range(len(prompts)) if i not in done]
+    with partial.open("a") as file:
+        for position, prompt_ids, response_ids, ended in generate([prompts[i]["prompt"] for i in todo]):
+            index = todo[position]
+            done[index] = {"index": index, "prompt": prompt_ids, "resp": response_ids, "ended": ended}
+            file.write(json.dumps(done[index]) + "\n")
+            file.flush()
+            report(len(done), len(prompts))
+    rows = [done[i] for i in sorted(done) if done[i]["resp"]]
+    save_texts(output, rows, [prompts[r["index"]] for r in rows])
+    partial.unlink()
+    return len(rows)
+
+
+def save_texts(output: Path, rows: list[dict], prompts: list[dict]) -> None:
+    flat = lambda key: np.array([t for r in rows for t in r[key]], np.uint32)  # noqa: E731
+    offsets = lambda key: np.cumsum([0] + [len(r[key]) for r in rows]).astype(np.int64)  # noqa: E731
+    temporary = output.with_suffix(".tmp.npz")
+    np.savez_compressed(
+        temporary,
+        prompt=flat("prompt"),
+        prompt_off=offsets("prompt"),
+        resp=flat("resp"),
+        resp_off=offsets("resp"),
+        source=np.array([str(p.get("source", "")) for p in prompts]),
+        row=np.array([int(p.get("row", i)) for i, p in enumerate(prompts)], np.int32),
+    )
+    os.replace(temporary, output)
+
+
+def load_texts(path: Path, vocab_size: int) -> list[tuple[np.ndarray, int]]:
+    """(tokens, prompt length) of every text of a `distill` file. Raises ValueError for a file that is not one."""
+    try:
+        data = np.load(path)
+        prompt, prompt_off, resp, resp_off = (data[k] for k in ("prompt", "prompt_off", "resp", "resp_off"))
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{path} is not a file of `forespark distill`: {error}") from None
+    if len(prompt_off) != len(resp_off) or prompt_off[-1] != len(prompt) or resp_off[-1] != len(resp):
+        raise ValueError(f"{path}: offsets and tokens do not match")
+    if len(prompt) and max(int(prompt.max()), int(resp.max())) >= vocab_size:
+        raise ValueError(f"{path}: holds token ids past the target's vocabulary of {vocab_size}; was it made with another model?")
+    return [
+        (np.concatenate([prompt[p0:p1], resp[r0:r1]]).astype(np.int64), int(p1 - p0))
+        for p0, p1, r0, r1 in zip(prompt_off, prompt_off[1:], resp_off, resp_off[1:], strict=False)
+    ]
+
+
+def write_features(
+    texts: Sequence[tuple[np.ndarray, int]],
+    features: Features,
+    folder: Path,
+    layers: int,
+    hidden_size: int,
+    seed: int = 0,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Run the target once over every text into a `FeatureStore`, texts in a seeded random order; goes on where it stopped."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    order = np.random.default_rng(seed).permutation(len(texts))
+    lengths = np.array([len(texts[i][0]) for i in order])
+    responses = np.array([len(texts[i][0]) - texts[i][1] for i in order])
+    tok_off, resp_off = (np.concatenate([[0], np.cumsum(x)]) for x in (lengths, responses))
+    tokens = np.concatenate([texts[i][0] for i in order])
+    progress = folder / "progress"
+    shapes = {
+        "hidden.f16": (np.float16, (int(tok_off[-1]), layers, hidden_size)),
+        "topi.u16": (np.uint16, (int(resp_off[-1]), TOP)),
+        "topp.f16": (np.float16, (int(resp_off[-1]), TOP)),
+    }
+    if progress.exists():
+        if not np.array_equal(np.load(folder / "tokens.npy"), tokens):
+            raise ValueError(f"{folder} holds the features of other texts; give another folder")
+    else:
+        np.save(folder / "tokens.npy", tokens)
+        np.savez(folder / "index.npz", order=order, tok_off=tok_off, resp_off=resp_off)
+    maps = {
+        name: np.memmap(folder / name, dtype, "r+" if progress.exists() else "w+", shape=shape)
+        for name, (dtype, shape) in shapes.items()
+    }
+    for i in range(int(progress.read_text()) if progress.exists() else 0, len(order)):
+        hidden, logits = features(tokens[tok_off[i] : tok_off[i + 1]], int(responses[i]))
+        top = logits.float().topk(TOP, dim=-1)
+        rows = slice(resp_off[i], resp_off[i + 1])
+        maps["hidden.f16"][tok_off[i] : tok_off[i + 1]] = hidden.clamp(-60000, 60000).to(torch.float16).numpy()
+        maps["topi.u16"][rows] = top.indices.numpy()
+        maps["topp.f16"][rows] = (top.values - logits.float().logsumexp(-1, keepdim=True)).exp().numpy()
+        if i % 16 == 15 or i == len(order) - 1:
+            temporary = folder / "progress.tmp"
+            temporary.write_text(str(i + 1))
+            os.replace(temporary, progress)
+            report(i + 1, len(order))
+
+
