@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trtllm_forespark.runtime.noise import draw, draw_seeded
 from trtllm_forespark.runtime.sampling import GREEDY, SEEDED, UNSEEDED, SamplingRows, bar, target_logits
-from trtllm_forespark.wcs.stages import Draft, Outcome
+from trtllm_forespark.wcs.stages import Array, Draft, Outcome
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class _Layout:
 
 
 def verify(
-    draft: Draft, verified_lengths: Tensor, logits: Tensor, rows: SamplingRows, generator: torch.Generator
+    draft: Draft, verified_lengths: Array, logits: Tensor, rows: SamplingRows, generator: torch.Generator
 ) -> Verified:
     """Verify the first b_i drafts of every request and draw the token after the accepted ones.
 
