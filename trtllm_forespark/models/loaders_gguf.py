@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from .config import ModelConfig
+from .gguf_file import GgufFile
 from .loaders import Checkpoint, CheckpointError, WeightSource
 
 _TOP = {
@@ -41,45 +41,21 @@ def gguf_name(name: str) -> str:
     return f"blk.{index}.{_LAYER[rest]}.{kind}"
 
 
-def read_gguf(path: Path) -> Any:
-    """A `gguf.GGUFReader` of `path`. Raises CheckpointError for what is no whole GGUF file."""
-    try:
-        import gguf
-    except ModuleNotFoundError:
-        raise CheckpointError(
-            f"{path}: reading it needs the gguf package: pip install 'trtllm-forespark[cpu]'"
-        ) from None
-    try:
-        return gguf.GGUFReader(path)
-    except Exception as error:  # the reader fails on bad bytes with whatever NumPy or it raises
-        size = path.stat().st_size if path.exists() else 0
-        raise CheckpointError(
-            f"{path}: not a readable GGUF file, perhaps cut short at {size} bytes ({error})"
-        ) from None
-
-
-def metadata_of(reader: Any) -> dict[str, Any]:
-    """All metadata of a GGUF file as plain Python values."""
-    return {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
-
-
 class GgufSource(WeightSource):
     """Tensors of a GGUF file under Hugging Face names. GGUF reorders llama's q and k rows; that is undone."""
 
-    def __init__(self, path: Path, reader: Any, config: ModelConfig) -> None:
-        self.path, self._config = path, config
-        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+    def __init__(self, file: GgufFile, config: ModelConfig) -> None:
+        self.path, self._file, self._config = file.path, file, config
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        tensor = self._tensors.get(gguf_name(name))
-        return None if tensor is None else tuple(int(size) for size in reversed(tensor.shape))
+        tensor = self._file.tensors.get(gguf_name(name))
+        return None if tensor is None else tensor.shape
 
     def file_of(self, name: str) -> Path:
         return self.path
 
     def read(self, name: str) -> torch.Tensor:
-        stored = self._tensors[gguf_name(name)]
-        array = dequantise(stored, self.path)
+        array = dequantise(self._file, gguf_name(name))
         if self._config.architecture == "LlamaForCausalLM":
             if ".q_proj." in name:
                 array = unpermute(array, self._config.num_heads)
@@ -88,17 +64,24 @@ class GgufSource(WeightSource):
         return torch.from_numpy(np.ascontiguousarray(array))
 
 
-def dequantise(stored: Any, path: Path) -> np.ndarray:
-    """A GGUF tensor as float32, [rows, columns] as in PyTorch. Raises CheckpointError for a type gguf cannot undo."""
+def dequantise(file: GgufFile, name: str) -> np.ndarray:
+    """The GGUF tensor `name` as float32, rows first. Raises CheckpointError for a type gguf cannot undo."""
     import gguf
 
+    tensor = file.tensors[name]
+    kind = gguf.GGMLQuantizationType(tensor.kind)
+    _, width = gguf.GGML_QUANT_SIZES[kind]
+    blocks = file.bytes_of(tensor).reshape(-1, width)
+    pieces = []
     try:
-        array = gguf.quants.dequantize(stored.data, stored.tensor_type)
+        # Long runs of blocks: gguf works through 16 rows at a time, which is slow where rows are short.
+        for part in np.array_split(blocks, max(1, tensor.size // 2**20)):
+            pieces.append(gguf.quants.dequantize(part.reshape(1, -1), kind).reshape(-1))
     except (NotImplementedError, ValueError) as error:
-        kind = getattr(stored.tensor_type, "name", stored.tensor_type)
-        raise CheckpointError(f"{path}: tensor {stored.name} has type {kind}, which cannot be read ({error})") from None
-    array = np.array(array, dtype=np.float32)  # a copy: the file is memory-mapped and may go
-    return array.reshape([int(size) for size in reversed(stored.shape)])
+        raise CheckpointError(
+            f"{file.path}: tensor {name} has type {kind.name}, which cannot be read ({error})"
+        ) from None
+    return np.concatenate(pieces).astype(np.float32, copy=False).reshape(tensor.shape)
 
 
 def unpermute(array: np.ndarray, heads: int) -> np.ndarray:
@@ -109,15 +92,14 @@ def unpermute(array: np.ndarray, heads: int) -> np.ndarray:
 
 def open_gguf(path: Path) -> Checkpoint:
     """Open a GGUF file. Raises CheckpointError or ModelConfigError."""
-    reader = read_gguf(path)
-    names = {tensor.name for tensor in reader.tensors}
-    config = ModelConfig.from_gguf(metadata_of(reader), names, str(path))
-    if "rope_freqs.weight" in names:  # llama 3 scaling, stored as one divisor a frequency
-        factors = next(dequantise(tensor, path) for tensor in reader.tensors if tensor.name == "rope_freqs.weight")
+    file = GgufFile(path)
+    config = ModelConfig.from_gguf(file.metadata, set(file.tensors), str(path))
+    if "rope_freqs.weight" in file.tensors:  # llama 3 scaling, stored as one divisor a frequency
+        factors = dequantise(file, "rope_freqs.weight")
         if factors.size != config.head_dim // 2:
             raise CheckpointError(
                 f"{path}: tensor rope_freqs.weight has shape {list(factors.shape)}, expected {[config.head_dim // 2]}"
             )
         scaling = {"rope_type": "factors", "factors": factors.reshape(-1).tolist()}
         config = dataclasses.replace(config, rope_scaling=scaling)
-    return Checkpoint(path, config, GgufSource(path, reader, config))
+    return Checkpoint(path, config, GgufSource(file, config))

@@ -189,6 +189,10 @@ class PackedTransformer:
         """The embedding table [V, H] itself."""
         return self._embedding
 
+    def final_norm_weight(self) -> torch.Tensor:
+        """The final norm's weight [H]."""
+        return self._final_norm
+
     def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [m, H] (after a final norm) -> logits [m, V] float32."""
         if not len(hidden):
