@@ -73,12 +73,12 @@ class BatchScheduler:
     def pages_needed(self, request: Request) -> int:
         """Pages of the longest this request can become."""
         longest = request.num_tokens + request.tokens_left(self.max_seq_len)
-        return -(-longest // self.cache.page_size)
+        return self.cache.pages_for(longest)
 
-    def next_step(self) -> StepWork:
+    def next_step(self, decode: bool = True) -> StepWork:
         """Decoding requests always run; what is left of the token limit goes to prompts, oldest first."""
         self._admit()
-        decoding = [r for r in self.running if r.status is Status.DECODE]
+        decoding = [r for r in self.running if r.status is Status.DECODE] if decode else []
         room = self.max_num_tokens - len(decoding)
         chunks = []
         for request in self.running:
@@ -109,7 +109,8 @@ class BatchScheduler:
             self.running.remove(request)
             self._free_seats.append(self.seats.pop(request))
             del self._promised[request]
-            self.cache.free(request.id)
+            if request.id in self.cache:
+                self.cache.free(request.id)
         else:
             self.waiting.remove(request)
 

@@ -91,8 +91,14 @@ class Executor:
 
     def step(self) -> StepWork:
         """One decode step (ForeSpark §4): four stages, then the target's verdict."""
+        return self._run(self.scheduler.next_step())
+
+    def prefill_step(self) -> StepWork:
+        """A step for prompts alone; requests that have their first token wait (the barrier of decode-only benchmarks)."""
+        return self._run(self.scheduler.next_step(decode=False))
+
+    def _run(self, work: StepWork) -> StepWork:
         started, before = time.perf_counter(), sum(self.metrics.seconds.values())
-        work = self.scheduler.next_step()
         if not work:
             return work
         stage = self.metrics.stage
@@ -151,12 +157,15 @@ class Executor:
         tokens, starts = draft.token_ids.tolist(), draft.cu_lengths.tolist()
         ids: list[int] = []
         positions: list[int] = []
-        cu, logits_at, tables = [0], [], []
+        cu, logits_at = [0], []
         for request, b, start in zip(work.decoding, verified, starts, strict=False):
             first = request.num_computed_tokens
             self._reserve(request, first + 1 + b)
             logits_at.extend(range(len(ids), len(ids) + 1 + b))
-            ids += [request.output_ids[-1] if request.output_ids else request.prompt_ids[-1], *tokens[start : start + b]]
+            ids += [
+                request.output_ids[-1] if request.output_ids else request.prompt_ids[-1],
+                *tokens[start : start + b],
+            ]
             positions.extend(range(first, first + 1 + b))
             cu.append(len(ids))
         for chunk in work.chunks:
@@ -167,7 +176,7 @@ class Executor:
             if chunk.last:
                 logits_at.append(len(ids) - 1)
         everyone = [*work.decoding, *(chunk.request for chunk in work.chunks)]
-        tables = [self.scheduler.cache.page_table(r.id) for r in everyone]
+        tables = self.scheduler.cache.page_table([r.id for r in everyone])
         seats = [self.scheduler.seats[r] for r in everyone]
         logits = self.backend.forward(TargetBatch(ids, positions, cu, tables, logits_at, seats))
         sampled = [*work.decoding, *(chunk.request for chunk in work.chunks if chunk.last)]
@@ -188,9 +197,12 @@ class Executor:
         if self.block:
             self.backend.commit(kept)
         if n:
-            self.controller.observe([r.key for r in work.decoding], draft, selection, replace(outcome, accepted=verified.accepted[:n]))
+            self.controller.observe(
+                [r.key for r in work.decoding], draft, selection, replace(outcome, accepted=verified.accepted[:n])
+            )
         for request, count in zip([*work.decoding, *(c.request for c in work.chunks)], kept, strict=True):
             request.num_computed_tokens += count
+            self.scheduler.cache.truncate(request.id, request.num_computed_tokens)  # pages only rejected drafts reached
             if request.status is Status.PREFILL and request.num_computed_tokens == prefill_goal(request):
                 request.status = Status.DECODE
         emitted, counted = 0, []
@@ -218,7 +230,7 @@ class Executor:
         return DraftBatch(
             anchors=[r.output_ids[-1] for r in work.decoding],
             positions=[r.num_computed_tokens for r in work.decoding],
-            page_table=[self.scheduler.cache.page_table(r.id) for r in work.decoding],
+            page_table=self.scheduler.cache.page_table([r.id for r in work.decoding]),
             seats=[self.scheduler.seats[r] for r in work.decoding],
         )
 
@@ -233,7 +245,9 @@ class Executor:
         if not self.scheduler.cache.reserve(request.id, tokens):
             raise RuntimeError(f"request {request.id!r}: no page for token {tokens}, though its pages were promised")
 
-    def _finish(self, request: Request, reason: str, error: str | None = None, new_tokens: list[int] | None = None) -> None:
+    def _finish(
+        self, request: Request, reason: str, error: str | None = None, new_tokens: list[int] | None = None
+    ) -> None:
         request.finish(reason, error)  # type: ignore[arg-type]
         self.scheduler.release(request)
         self.controller.forget(request.key)
@@ -245,4 +259,6 @@ class Executor:
 def no_draft(n: int, block: int) -> Draft:
     """The draft of a step that drafts nothing."""
     none = torch.zeros(0, dtype=torch.int64)
-    return Draft(none, torch.zeros(n + 1, dtype=torch.int64), none.view(0, 1), none.view(0, 1).float(), torch.zeros(n, block))
+    return Draft(
+        none, torch.zeros(n + 1, dtype=torch.int64), none.view(0, 1), none.view(0, 1).float(), torch.zeros(n, block)
+    )

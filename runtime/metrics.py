@@ -51,6 +51,17 @@ class Metrics:
                 for position in range(value):
                     counts[position] += 1
 
+    def add(self, other: Metrics) -> None:
+        """Take in the sums of another run."""
+        for name in ("steps", "decoded", "drafted", "verified", "accepted", "emitted", "varied"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for stage, value in other.seconds.items():
+            self.seconds[stage] += value
+        for mine, theirs in ((self.verified_at, other.verified_at), (self.accepted_at, other.accepted_at)):
+            mine.extend([0] * (len(theirs) - len(mine)))
+            for position, value in enumerate(theirs):
+                mine[position] += value
+
     @property
     def acceptance_length(self) -> float:
         """1 + accepted drafts a verification."""
@@ -76,4 +87,7 @@ class Metrics:
 
     def _reached(self) -> list[int]:
         """Verified drafts whose predecessors were all accepted, by position."""
-        return [min(v, before) for v, before in zip(self.verified_at, [self.decoded, *self.accepted_at, *[0] * 64], strict=False)]
+        return [
+            min(v, before)
+            for v, before in zip(self.verified_at, [self.decoded, *self.accepted_at, *[0] * 64], strict=False)
+        ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -27,8 +26,8 @@ class Probe:
             raise ValueError(f"the KV cache of {backend.num_pages} pages cannot hold one request of {context} tokens")
         self.rng = np.random.default_rng(0)
 
-    def _tables(self, n: int) -> list[list[int]]:
-        return [list(range(i * self.pages, (i + 1) * self.pages)) for i in range(n)]
+    def _tables(self, n: int) -> np.ndarray:
+        return np.arange(n * self.pages).reshape(n, self.pages)
 
     def verify(self, requests: int, tokens: int) -> float:
         """One target pass over ``tokens`` tokens of ``requests`` requests as a step runs it: pass, argmax, commit."""
@@ -37,7 +36,12 @@ class Probe:
         positions = np.concatenate([self.context + np.arange(c) for c in counts])
         ids = self.rng.integers(0, self.backend.vocab_size, tokens)
         batch = TargetBatch(
-            ids.tolist(), positions.tolist(), cu.tolist(), self._tables(requests), list(range(tokens)), list(range(requests))
+            ids.tolist(),
+            positions.tolist(),
+            cu.tolist(),
+            self._tables(requests),
+            list(range(tokens)),
+            list(range(requests)),
         )
         self._wait()
         started = time.perf_counter()
@@ -65,18 +69,3 @@ class Probe:
     def _wait(self) -> None:
         if self.backend.device.type == "cuda":
             torch.cuda.synchronize(self.backend.device)
-
-
-def grid(max_requests: int, block: int) -> tuple[list[int], dict[int, list[int]], dict[int, list[int]]]:
-    """Batch sizes, and for each the token counts to time: n(1 + b) for the target, n(1 + d) for the drafter."""
-    sizes = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n <= max_requests]
-    per_request = [b for b in (0, 1, 2, 3, 5, 7, 10, 15, 23, 31) if b <= block]
-    verify, draft = {}, {}
-    for n in sizes:
-        few = {n + extra for extra in (1, 2, 4) if extra < n}  # small budgets spread over a large batch
-        verify[n] = sorted({n * (1 + b) for b in per_request} | few | {n + n // 2})
-        draft[n] = sorted({n * (1 + d) for d in per_request if d})
-    return sizes, verify, draft
-
-
-Report = Callable[[str], None]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from trtllm_forespark.drafters.base import DrafterSpec, Proposer
@@ -17,14 +18,14 @@ if TYPE_CHECKING:
 class TargetBatch:
     """One packed target pass over the tokens of several requests, request r in rows cu_lengths[r]:cu_lengths[r + 1].
 
-    token_ids, positions: [T]. page_table: for each request its pages. logits_at: [m] rows whose logits are wanted.
+    token_ids, positions: [T]. page_table: [R, P] pages of each request. logits_at: [m] rows whose logits are wanted.
     seats: [R] where each request's drafter state lives.
     """
 
     token_ids: Sequence[int]
     positions: Sequence[int]
     cu_lengths: Sequence[int]
-    page_table: Sequence[Sequence[int]]
+    page_table: np.ndarray
     logits_at: Sequence[int]
     seats: Sequence[int]
 
@@ -35,7 +36,7 @@ class DraftBatch:
 
     anchors: Sequence[int]
     positions: Sequence[int]
-    page_table: Sequence[Sequence[int]]
+    page_table: np.ndarray
     seats: Sequence[int]
 
 

@@ -61,21 +61,13 @@ class TorchBackend:
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
         return torch.as_tensor(np.asarray(values, np.int64)).to(self.device)
 
-    def _pages(self, tables: Sequence[Sequence[int]]) -> np.ndarray:
-        """Page lists of unequal length -> [R, P], padded with page 0 (never visible)."""
-        widest = max((len(t) for t in tables), default=0)
-        padded = np.zeros((len(tables), max(widest, 1)), np.int64)
-        for row, table in zip(padded, tables, strict=True):
-            row[: len(table)] = table
-        return padded
-
     @torch.inference_mode()
     def forward(self, batch: TargetBatch) -> torch.Tensor:
         packed = PackedBatch.build(
             batch.token_ids,
             batch.positions,
             np.diff(batch.cu_lengths),
-            self._pages(batch.page_table),
+            batch.page_table,
             self.page_size,
             self.device,
         )
@@ -120,4 +112,4 @@ class TorchBackend:
     def draft(self, batch: DraftBatch, lengths: Sequence[int], propose: Proposer) -> Draft:
         if self.runner is None:
             raise RuntimeError("no drafter is loaded")
-        return self.runner.draft(self._draft_context(batch), self._tensor(lengths), self._pages(batch.page_table), propose)
+        return self.runner.draft(self._draft_context(batch), self._tensor(lengths), batch.page_table, propose)

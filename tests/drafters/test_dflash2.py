@@ -87,7 +87,9 @@ def test_a_packed_request_drafts_as_if_alone(causal: bool) -> None:
         start += slots
     together, post = runner.draft_with_logits(context, drafts, table, greedy_choice)
     for i in range(5):
-        single, single_post = runner.draft_with_logits(rows(context, [i]), drafts[i : i + 1], table[i : i + 1], greedy_choice)
+        single, single_post = runner.draft_with_logits(
+            rows(context, [i]), drafts[i : i + 1], table[i : i + 1], greedy_choice
+        )
         mine = slice(int(together.cu_lengths[i]), int(together.cu_lengths[i + 1]))
         assert torch.equal(together.token_ids[mine], single.token_ids)
         torch.testing.assert_close(post[i], single_post[0], atol=1e-5, rtol=1e-5)
@@ -196,7 +198,10 @@ def test_checkpoints_round_trip_and_wrong_ones_say_what_is_wrong(tmp_path) -> No
 
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "selector_rank": 16}))
-    with pytest.raises(ValueError, match=r"model.safetensors: tensor candidate_selector.predecessor_codebook has shape \(90, 8\).*\(90, 16\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"model.safetensors: tensor candidate_selector.predecessor_codebook has shape \(90, 8\).*\(90, 16\)",
+    ):
         load_drafter(tmp_path)
     del config["conv_kernel_size"]
     (tmp_path / "config.json").write_text(json.dumps(config))

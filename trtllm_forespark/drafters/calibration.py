@@ -27,7 +27,9 @@ class Calibration:
     def identity(cls, block: int, outputs: int) -> Calibration:
         """No correction; a drafter that was never calibrated still runs."""
         ones = np.ones(outputs, np.float32)
-        return cls(ones, np.zeros_like(ones), np.ones(block, np.float32), 0.5 ** np.arange(1, block + 1, dtype=np.float32))
+        return cls(
+            ones, np.zeros_like(ones), np.ones(block, np.float32), 0.5 ** np.arange(1, block + 1, dtype=np.float32)
+        )
 
     def save(self, path: Path) -> None:
         data = {
@@ -55,5 +57,7 @@ class Calibration:
         for name, (values, length) in fields.items():
             arrays[name] = np.asarray(values, np.float32)
             if arrays[name].shape != (length,) or not np.isfinite(arrays[name]).all():
-                raise ValueError(f"{path}: {name} needs {length} finite numbers, has shape {arrays[name].shape}; run `forespark calibrate` again")
+                raise ValueError(
+                    f"{path}: {name} needs {length} finite numbers, has shape {arrays[name].shape}; run `forespark calibrate` again"
+                )
         return cls(**arrays, source=data.get("source", ""))

@@ -48,7 +48,9 @@ def load_drafter(folder: Path) -> tuple[DFlash2, Calibration]:
                     raise ValueError(f"{path}: tensor {name} {tuple(tensor.shape)} is missing")
                 shape = tuple(file.get_slice(name).get_shape())
                 if shape != tuple(tensor.shape):
-                    raise ValueError(f"{path}: tensor {name} has shape {shape}, config.json asks for {tuple(tensor.shape)}")
+                    raise ValueError(
+                        f"{path}: tensor {name} has shape {shape}, config.json asks for {tuple(tensor.shape)}"
+                    )
                 tensor.copy_(file.get_tensor(name))
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or truncated: {error}") from None

@@ -39,9 +39,7 @@ class DFlash2Config:
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.conv_group_size:
-            raise ValueError(
-                f"conv_group_size {self.conv_group_size} must divide hidden_size {self.hidden_size}"
-            )
+            raise ValueError(f"conv_group_size {self.conv_group_size} must divide hidden_size {self.hidden_size}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads {self.num_kv_heads} must divide num_heads {self.num_heads}")
         if self.block < 1:

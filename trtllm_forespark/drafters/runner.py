@@ -126,9 +126,7 @@ class DFlash2Runner:
         survival = to_survival(logits, self.calibration.scale, self.calibration.bias)
         return Estimate(survival=survival, known=np.ones(len(logits), bool))
 
-    def draft(
-        self, context: DraftContext, lengths: torch.Tensor, page_table: np.ndarray, propose: Proposer
-    ) -> Draft:
+    def draft(self, context: DraftContext, lengths: torch.Tensor, page_table: np.ndarray, propose: Proposer) -> Draft:
         """Draft lengths[i] tokens for request i; requests with length 0 take no part in the pass.
 
         page_table [n, P] on the host: pages of each request's context. A row whose scores are NaN ends its draft there.

@@ -81,9 +81,16 @@ def fit(traces: dict[int, Trace], block: int, directional: bool, source: str) ->
     for output, d, j in table:
         trace = traces[d]
         rows = reached(trace, j)
-        scale[output], bias[output] = fit_logistic(trace.pre_logits[rows, output], (trace.accepted[rows] >= j).astype(float))
+        scale[output], bias[output] = fit_logistic(
+            trace.pre_logits[rows, output], (trace.accepted[rows] >= j).astype(float)
+        )
     full = traces[block]
-    mean = np.array([(full.accepted[full.labelled >= j] >= j).mean() if (full.labelled >= j).any() else 0.0 for j in range(1, block + 1)])
+    mean = np.array(
+        [
+            (full.accepted[full.labelled >= j] >= j).mean() if (full.labelled >= j).any() else 0.0
+            for j in range(1, block + 1)
+        ]
+    )
     return Calibration(scale, bias, fit_temperatures(full), np.minimum.accumulate(mean).astype(np.float32), source)
 
 
@@ -101,11 +108,23 @@ class EntryReport:
     ece_after: float
 
 
-def judge(traces: dict[int, Trace], fitted: dict[int, Trace], calibration: Calibration, block: int, directional: bool) -> dict:
+def judge(
+    traces: dict[int, Trace], fitted: dict[int, Trace], calibration: Calibration, block: int, directional: bool
+) -> dict:
     """Both estimators on ``traces`` (held out); the constant rates come from ``fitted``, the drafts calibrated on."""
     pre = []
     for output, d, j in entries(block, directional):
-        pre.append(_entry(traces[d], fitted[d], traces[d].pre_logits[:, output], d, j, calibration.scale[output], calibration.bias[output]))
+        pre.append(
+            _entry(
+                traces[d],
+                fitted[d],
+                traces[d].pre_logits[:, output],
+                d,
+                j,
+                calibration.scale[output],
+                calibration.bias[output],
+            )
+        )
     full = traces[block]
     post = [
         _entry(full, fitted[block], full.post_logits[:, j - 1], block, j, 1.0 / calibration.temperature[j - 1], 0.0)

@@ -107,7 +107,9 @@ def load_texts(path: Path, vocab_size: int) -> list[tuple[np.ndarray, int]]:
     if len(prompt_off) != len(resp_off) or prompt_off[-1] != len(prompt) or resp_off[-1] != len(resp):
         raise ValueError(f"{path}: offsets and tokens do not match")
     if len(prompt) and max(int(prompt.max()), int(resp.max())) >= vocab_size:
-        raise ValueError(f"{path}: holds token ids past the target's vocabulary of {vocab_size}; was it made with another model?")
+        raise ValueError(
+            f"{path}: holds token ids past the target's vocabulary of {vocab_size}; was it made with another model?"
+        )
     return [
         (np.concatenate([prompt[p0:p1], resp[r0:r1]]).astype(np.int64), int(p1 - p0))
         for p0, p1, r0, r1 in zip(prompt_off, prompt_off[1:], resp_off, resp_off[1:], strict=False)
@@ -159,5 +161,3 @@ def write_features(
             temporary.write_text(str(i + 1))
             os.replace(temporary, progress)
             report(i + 1, len(order))
-
-

@@ -34,7 +34,9 @@ class FeatureStore:
         self.folder = Path(folder)
         for name in ("tokens.npy", "index.npz", "hidden.f16", "topi.u16", "topp.f16"):
             if not (self.folder / name).exists():
-                raise FileNotFoundError(f"feature store {self.folder}: {name} is missing; run `forespark train` without --features to make it")
+                raise FileNotFoundError(
+                    f"feature store {self.folder}: {name} is missing; run `forespark train` without --features to make it"
+                )
         index = np.load(self.folder / "index.npz")
         self.token_offsets, self.response_offsets = index["tok_off"], index["resp_off"]
         self.tokens = np.load(self.folder / "tokens.npy", mmap_mode="r")

@@ -74,7 +74,9 @@ class _HeadColumns(torch.autograd.Function):
         return grad, None, None, None
 
 
-def draft_loss(model: DFlash2, hidden: torch.Tensor, head: torch.Tensor, targets: Targets, total_variation: float) -> DraftLoss:
+def draft_loss(
+    model: DFlash2, hidden: torch.Tensor, head: torch.Tensor, targets: Targets, total_variation: float
+) -> DraftLoss:
     """(1 - tv) CE + tv TV for the head's logits and again for the selector's choice among its candidates.
 
     hidden [m, d, H], head [draft_vocab, H]. TV is taken over the target's top-32 as 1 - sum min(P, Q).

@@ -41,6 +41,13 @@ class Trace:
     labelled: np.ndarray
     previous: np.ndarray
 
+    def joined(self, other: Trace | None) -> Trace:
+        """Both traces of one length as one."""
+        if other is None:
+            return self
+        names = ("pre_logits", "post_logits", "accepted", "labelled", "previous")
+        return Trace(self.length, *(np.concatenate([getattr(other, n), getattr(self, n)]) for n in names))
+
 
 def greedy_choice(scores: torch.Tensor, candidates: torch.Tensor, rows: torch.Tensor, position: int):
     """`Proposer` of temperature 0."""
@@ -89,9 +96,14 @@ class Replay:
             draft, post = self.runner.draft_with_logits(context, lengths, self.page_table[active], greedy_choice)
             pre = self.runner.estimate_logits(context)
             tokens = draft.token_ids.view(len(active), length).numpy()
-            labelled = np.array([min(length, len(self.texts[i].tokens) - 1 - a) for i, a in zip(active, at, strict=True)])
+            labelled = np.array(
+                [min(length, len(self.texts[i].tokens) - 1 - a) for i, a in zip(active, at, strict=True)]
+            )
             truth = np.stack(
-                [np.resize(np.append(self.texts[i].tokens[a + 1 : a + 1 + length], [-1] * length), length) for i, a in zip(active, at, strict=True)]
+                [
+                    np.resize(np.append(self.texts[i].tokens[a + 1 : a + 1 + length], [-1] * length), length)
+                    for i, a in zip(active, at, strict=True)
+                ]
             )
             accepted = (tokens == truth).cumprod(1).sum(1)
             parts.append((pre.numpy(), post.numpy(), accepted, labelled, previous[active].copy()))

@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 
-def save_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any]) -> None:
+def save_state(
+    folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any]
+) -> None:
     """Model, Adam moments and progress of one run; replaces the previous state atomically."""
     tensors = {f"model.{name}": tensor.detach() for name, tensor in model.state_dict().items()}
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -19,7 +21,11 @@ def save_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Opti
         for key, tensor in state.items():
             tensors[f"adam.{key}.{names[index]}"] = tensor.detach()
     temporary = folder / "state.tmp"
-    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, temporary, {"progress": json.dumps(progress)})
+    save_file(
+        {name: tensor.contiguous().clone() for name, tensor in tensors.items()},
+        temporary,
+        {"progress": json.dumps(progress)},
+    )
     os.replace(temporary, folder / "state.safetensors")
 
 
@@ -36,7 +42,9 @@ def load_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Opti
     try:
         model.load_state_dict({k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")})
     except RuntimeError as error:
-        raise ValueError(f"{path} belongs to another drafter: {str(error).splitlines()[1].strip()}; choose another --output") from None
+        raise ValueError(
+            f"{path} belongs to another drafter: {str(error).splitlines()[1].strip()}; choose another --output"
+        ) from None
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     saved = optimizer.state_dict()
     saved["state"] = {

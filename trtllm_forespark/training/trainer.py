@@ -26,7 +26,7 @@ class TrainSettings:
     """minutes: training time over all resumed runs; the cosine schedule follows it. texts, anchors: a step's batch.
 
     ce_share: share of the run trained on cross-entropy alone before 0.1 CE + 0.9 TV (total variation has no gradient
-    where the drafter gives a token no probability). held: texts at the store's end kept for validation.
+    where the drafter gives a token no probability). held: texts at the store's start kept for validation.
     lambda_pre, lambda_post: weights of the estimators' losses.
     """
 
@@ -84,7 +84,9 @@ class Trainer:
         """Start near the target: fc reads the last captured layer, every layer scaled to unit RMS; its final norm."""
         model, config = self.model, self.model.config
         hidden = config.hidden_size
-        sample = np.concatenate([self.store[i].hidden[4:].astype(np.float32) for i in range(min(16, self.store.finished()))])
+        sample = np.concatenate(
+            [self.store[i].hidden[4:].astype(np.float32) for i in range(min(16, self.store.finished()))]
+        )
         scale = torch.from_numpy(1.0 / np.sqrt((sample**2).mean((0, 2))))
         with torch.no_grad():
             for module in model.modules():
@@ -151,10 +153,13 @@ class Trainer:
     def step(self) -> StepResult:
         settings, step = self.settings, self.progress["step"]
         rng = np.random.default_rng((settings.seed, step))
-        available = min(self.store.finished(), len(self.store) - settings.held)
+        available = self.store.finished() - settings.held
         if available < settings.texts:
-            raise ValueError(f"{self.store.folder} holds {available} finished texts; training needs at least {settings.texts}")
-        texts = [self.store[i] for i in rng.choice(available, settings.texts, replace=False)]
+            raise ValueError(
+                f"{self.store.folder} holds {self.store.finished()} finished texts; training needs at least "
+                f"{settings.held} to validate on and {settings.texts} to train on"
+            )
+        texts = [self.store[settings.held + i] for i in rng.choice(available, settings.texts, replace=False)]
         batch = sample_anchors(texts, settings.anchors, self.model.config.block, rng)
         block = self.model.config.block
         length = block if step % block == 0 else step % block  # K, 1, ..., K - 1
@@ -177,14 +182,11 @@ class Trainer:
     def validate(self) -> dict[str, object]:
         """Teacher-forced greedy match on the held texts, by position, given that the positions before matched."""
         rng = np.random.default_rng(1)
-        first = max(0, min(self.store.finished(), len(self.store)) - self.settings.held)
-        if self.store.finished() == len(self.store):
-            first = len(self.store) - self.settings.held
         block = self.model.config.block
         reached, kept = torch.zeros(block), torch.zeros(block)
         with torch.no_grad():
-            for start in range(first, first + self.settings.held, 4):
-                texts = [self.store[i] for i in range(start, min(start + 4, first + self.settings.held))]
+            for start in range(0, self.settings.held, 4):
+                texts = [self.store[i] for i in range(start, min(start + 4, self.settings.held))]
                 _, result = self.forward(sample_anchors(texts, 16, block, rng), block, 1.0)
                 chain = (result.matched & result.valid).cumprod(1).bool()
                 before = torch.cat([result.valid[:, :1], chain[:, :-1] & result.valid[:, 1:]], 1)
@@ -197,12 +199,16 @@ class Trainer:
     def run(self, report: Callable[[dict], None] = lambda line: None) -> dict[str, object]:
         """Train until ``minutes`` are used up (over resumed runs); every line of the log also goes to ``report``."""
         stop: list[int] = []
-        previous = {s: signal.signal(s, lambda number, frame: stop.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
+        previous = {
+            s: signal.signal(s, lambda number, frame: stop.append(number)) for s in (signal.SIGINT, signal.SIGTERM)
+        }
         progress, settings = self.progress, self.settings
         started, base = time.monotonic(), progress["seconds"]
         window: list[StepResult] = []
         anchors_before, seconds_before = progress["anchors"], progress["seconds"]
-        (self.output / "settings.json").write_text(json.dumps({"train": asdict(settings), "drafter": self.model.config.asdict()}, indent=1))
+        (self.output / "settings.json").write_text(
+            json.dumps({"train": asdict(settings), "drafter": self.model.config.asdict()}, indent=1)
+        )
         try:
             while progress["seconds"] < 60.0 * settings.minutes and not stop:
                 window.append(self.step())
@@ -223,7 +229,13 @@ class Trainer:
             for number, handler in previous.items():
                 signal.signal(number, handler)
         save_state(self.output, self.model, self.optimizer, progress)
-        final = {"step": progress["step"], "seconds": round(progress["seconds"], 1), "anchors": progress["anchors"], "held": self.validate(), "interrupted": bool(stop)}
+        final = {
+            "step": progress["step"],
+            "seconds": round(progress["seconds"], 1),
+            "anchors": progress["anchors"],
+            "held": self.validate(),
+            "interrupted": bool(stop),
+        }
         self._log(final, report)
         return final
 

@@ -1,0 +1,41 @@
+"""The batch-wise caps of this machine: every cap at every load, each load keeps its fastest (appendix B)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from trtllm_forespark.runtime.bench.decode import Point, decode_once
+from trtllm_forespark.runtime.bench.prompts import load_prompts
+
+if TYPE_CHECKING:
+    from trtllm_forespark.runtime.llm import LLM
+
+LOADS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def measure_caps(
+    llm: LLM, say: Callable[[str], None], loads: tuple[int, ...] = LOADS, tokens: int = 24, rounds: int = 2
+) -> dict[str, Any]:
+    """{"caps": {load: cap}, "tok_s": {load: {cap: best of the rounds}}}; cap 0 is autoregressive.
+
+    Caps take turns within a round; the package's own prompts, from the far end (benchmarks begin at the near one).
+    """
+    assert llm.backend.spec is not None
+    ids = [llm.chat_ids(p["prompt"]) for p in load_prompts()][::-1]
+    loads = tuple(n for n in loads if n <= llm.config.max_batch_size)
+    executors = {cap: llm.new_executor("batchwise", caps={1: cap}) for cap in range(llm.backend.spec.block + 1)}
+    speed: dict[int, dict[int, float]] = {load: {} for load in loads}
+    for round_index in range(rounds):
+        for load in loads:
+            batch = [ids[(round_index * 7 + i) % len(ids)] for i in range(load)]
+            for cap, executor in executors.items():
+                point = Point("batchwise", load)
+                decode_once(llm, executor, batch, tokens, 0.0, point)
+                speed[load][cap] = speed[load].get(cap, 0.0) + point.throughput[0] / rounds
+        say(f"caps: round {round_index + 1} of {rounds}")
+    caps = {load: max(by_cap, key=lambda cap, by_cap=by_cap: by_cap[cap]) for load, by_cap in speed.items()}
+    return {
+        "caps": caps,
+        "tok_s": {load: {c: round(v, 2) for c, v in by_cap.items()} for load, by_cap in speed.items()},
+    }

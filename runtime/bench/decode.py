@@ -1,0 +1,176 @@
+"""`forespark bench decode`: decode-only closed batches, every policy on the same prompts in one run (appendix C)."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from trtllm_forespark.runtime.bench.prompts import load_prompts
+from trtllm_forespark.runtime.executor import Executor
+from trtllm_forespark.runtime.llm import LLM
+from trtllm_forespark.runtime.metrics import Metrics
+from trtllm_forespark.runtime.request import SamplingParams, Status
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Point:
+    """One policy at one load: a figure a round, and the counts of all rounds."""
+
+    policy: str
+    load: int
+    throughput: list[float] = field(default_factory=list)
+    interactivity: list[float] = field(default_factory=list)
+    metrics: Metrics = field(default_factory=Metrics)
+
+    def to_json(self, drafter: str | None) -> dict[str, Any]:
+        m, seconds = self.metrics, self.metrics.seconds
+        total = sum(seconds.values()) or 1.0
+        middle = statistics.median(self.throughput)
+        return {
+            "policy": self.policy,
+            "drafter": None if self.policy == "ar" else drafter,
+            "load": self.load,
+            "throughput_tok_s": round(middle, 2),
+            "interactivity_tok_s": round(statistics.median(self.interactivity), 2),
+            "acceptance_length": round(m.acceptance_length, 3),
+            "drafted_per_step": round(m.drafted / m.steps, 2) if m.steps else 0.0,
+            "verified_per_step": round(m.verified / m.steps, 2) if m.steps else 0.0,
+            "varied_steps_share": round(m.varied / m.steps, 3) if m.steps else 0.0,
+            "draft_share": round(seconds["draft"] / total, 4),
+            "verify_share": round(seconds["verify"] / total, 4),
+            "other_share": round(1 - (seconds["draft"] + seconds["verify"]) / total, 4),
+            "spread": round((max(self.throughput) - min(self.throughput)) / middle, 4) if middle else 0.0,
+            "rounds": [round(t, 2) for t in self.throughput],
+        }
+
+
+def decode_once(
+    llm: LLM, executor: Executor, prompts: list[list[int]], tokens: int, temperature: float, point: Point
+) -> None:
+    """Prefill a batch, release it together, time each request over the ``tokens`` tokens after its first."""
+    params = SamplingParams(max_tokens=tokens + 1, temperature=temperature)
+    requests = [llm.request(p, params) for p in prompts]
+    for request in requests:
+        executor.submit(request)
+    while any(r.status in (Status.WAITING, Status.PREFILL) for r in requests):
+        # A request that has its first token waits at the barrier, as in the paper.
+        executor.prefill_step()
+    executor.metrics = Metrics()
+    started = time.perf_counter()
+    ended = {}
+    while not executor.idle:
+        executor.step()
+        now = time.perf_counter() - started
+        for request in requests:
+            if request.finished and request.id not in ended:
+                ended[request.id] = now
+    rates = [(len(r.output_ids) - 1) / ended[r.id] for r in requests if r.id in ended and len(r.output_ids) > 1]
+    if any(r.finish_reason == "error" for r in requests):
+        raise RuntimeError(next(r.error for r in requests if r.error) or "a request failed")
+    point.throughput.append(sum(rates))
+    point.interactivity.append(statistics.median(rates))
+    point.metrics.add(executor.metrics)
+
+
+def run(
+    llm: LLM,
+    policies: list[str],
+    loads: list[int],
+    tokens: int = 64,
+    rounds: int = 3,
+    prompts: list[str] | None = None,
+    temperature: float = 0.0,
+    say: Say = lambda line: None,
+) -> dict[str, Any]:
+    """Every policy at every load, policies taking turns within a round. Returns {"runs": …, "gains": …}."""
+    texts = prompts or [p["prompt"] for p in load_prompts()]
+    ids = [llm.chat_ids(t) for t in texts]
+    executors = {name: llm.new_executor(name) for name in policies}
+    points = {(name, load): Point(name, load) for load in loads for name in policies}
+    for name in policies:  # the first batch pays for memory
+        decode_once(llm, executors[name], ids[:1], 4, temperature, Point(name, 1))
+    interrupted = False
+    try:
+        for round_index in range(rounds):
+            for load in loads:
+                start = round_index * max(loads)
+                batch = [ids[(start + i) % len(ids)] for i in range(load)]
+                order = policies[round_index % len(policies) :] + policies[: round_index % len(policies)]
+                for name in order:
+                    decode_once(llm, executors[name], batch, tokens, temperature, points[name, load])
+                say(
+                    f"round {round_index + 1} of {rounds}, load {load}: "
+                    + ", ".join(f"{name} {points[name, load].throughput[-1]:.1f}" for name in policies)
+                    + " tok/s"
+                )
+    except KeyboardInterrupt:
+        interrupted = True
+    done = [p for p in points.values() if p.throughput]
+    runs = [p.to_json(llm.drafter_name) for p in done]
+    return {
+        "runs": runs,
+        "gains": gains(runs),
+        "tokens": tokens,
+        "rounds": rounds,
+        "interrupted": interrupted,
+        **llm.identity,
+    }
+
+
+def gains(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each load: each policy over autoregressive decoding, and WCS over the best other one."""
+    out = []
+    for load in sorted({r["load"] for r in runs}):
+        here = {r["policy"]: r for r in runs if r["load"] == load}
+        entry: dict[str, Any] = {"load": load}
+        if "ar" in here:
+            base = here["ar"]["throughput_tok_s"]
+            entry["over_ar"] = {name: round(r["throughput_tok_s"] / base, 3) for name, r in here.items()}
+        others = {n: r["throughput_tok_s"] for n, r in here.items() if n != "wcs"}
+        if "wcs" in here and others:
+            best = max(others, key=lambda n: others[n])
+            entry["best_other"] = best
+            entry["wcs_over_best_other"] = round(here["wcs"]["throughput_tok_s"] / others[best], 3)
+        out.append(entry)
+    return out
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as a text table: throughput by policy and load, and WCS's drafts."""
+    runs = result["runs"]
+    loads = sorted({r["load"] for r in runs})
+    policies = list(dict.fromkeys(r["policy"] for r in runs))
+    at = {(r["policy"], r["load"]): r for r in runs}
+    lines = ["tokens/s by policy and load (in brackets: times autoregressive)"]
+    lines.append("load      " + "".join(f"{name:>18}" for name in policies))
+    for load in loads:
+        base = at.get(("ar", load), {}).get("throughput_tok_s")
+        cells = []
+        for name in policies:
+            run_ = at.get((name, load))
+            if run_ is None:
+                cells.append(f"{'-':>18}")
+                continue
+            ratio = f" ({run_['throughput_tok_s'] / base:.2f})" if base else ""
+            cells.append(f"{run_['throughput_tok_s']:.1f}{ratio}".rjust(18))
+        lines.append(f"{load:<10}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--policies", default="ar,full,batchwise,adaptive,wcs", help="comma-separated (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--loads", default="1,4,8,16,32", help="requests in a batch, comma-separated (default: %(default)s)"
+    )
+    parser.add_argument("--tokens", type=int, default=64, help="tokens timed a request (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--prompts", help="JSONL (or .jsonl.gz) with a prompt a line; default: the package's own")
+    parser.add_argument("--temperature", type=float, default=0.0)

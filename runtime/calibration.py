@@ -1,0 +1,85 @@
+"""Calibrating a drafter with the running engine: greedy answers, their features, replays at every length (appendix B)."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trtllm_forespark.models.registry import locate_drafter
+from trtllm_forespark.runtime.writing import answers, target_features
+from trtllm_forespark.training.calibrate import fit, judge
+from trtllm_forespark.training.replay import Replay, Text
+
+if TYPE_CHECKING:
+    from trtllm_forespark.runtime.llm import LLM
+
+
+def greedy_texts(llm: LLM, prompts: list[str], max_tokens: int, say: Callable[[str], None]) -> list[Text]:
+    """What the target answers greedily, with the captured features of prompt and answer; prompts without room are left out."""
+    assert llm.backend.spec is not None
+    read = target_features(llm, llm.backend.spec.capture_layers)
+    texts: dict[int, Text] = {}
+    for done, (index, prompt, response, _) in enumerate(answers(llm, max_tokens, 0.0, 1.0, 0)(prompts), 1):
+        if len(response) >= 2:
+            tokens = np.array(prompt + response)
+            texts[index] = Text(tokens, read(tokens, 1)[0], len(prompt))
+        if done % max(1, len(prompts) // 10) == 0:
+            say(f"calibrate: {done} of {len(prompts)} answers")
+    return [texts[i] for i in sorted(texts)]
+
+
+def calibrate(
+    llm: LLM, prompts: list[str], max_tokens: int, say: Callable[[str], None], triangles: Path | None = None
+) -> dict[str, Any]:
+    """Fit on two thirds of the prompts, judge on the rest, write calibration.json and calibration_report.json.
+
+    Greedy, every drafted position verified. Returns {"calibration": file, "report": …}.
+    """
+    runner = llm.backend.runner
+    if runner is None:
+        raise ValueError("calibrate needs a drafter; give --drafter")
+    if len(prompts) < 12:
+        raise ValueError(f"calibration needs at least 12 prompts, got {len(prompts)}")
+    texts = greedy_texts(llm, prompts, max_tokens, say)
+    held = {i for i in range(len(texts)) if i % 3 == 2}
+    block, directional = runner.spec.block, runner.spec.directional
+    lengths = [block] if directional else list(range(1, block + 1))
+    traces = []
+    for part in ([t for i, t in enumerate(texts) if i not in held], [t for i, t in enumerate(texts) if i in held]):
+        by_length = {}
+        for chunk in _chunks(part, runner.kv.num_pages, runner.kv.page_size):
+            replay = Replay(runner, chunk)
+            for length in lengths:
+                trace = replay.run(length)
+                by_length[length] = trace.joined(by_length.get(length))
+                say(f"calibrate: length {length}, {len(by_length[length].accepted)} drafts")
+        traces.append(by_length)
+    fitted, judged = traces
+    date = datetime.date.today().isoformat()
+    source = f"{len(texts) - len(held)} prompts, {len(fitted[block].accepted)} drafts of length {block}, greedy, {llm.dtype}, {date}"
+    calibration = fit(fitted, block, directional, source)
+    folder = locate_drafter(llm.drafter_name)
+    calibration.save(folder / "calibration.json")
+    report = {"source": source, "held_out_prompts": len(held), **judge(judged, fitted, calibration, block, directional)}
+    if triangles:
+        logits = judged[block].pre_logits * calibration.scale + calibration.bias
+        np.savez_compressed(triangles, logits=logits.astype(np.float16)[:4096])
+    return {"calibration": str(folder / "calibration.json"), "report": report}
+
+
+def _chunks(texts: list[Text], num_pages: int, page_size: int) -> list[list[Text]]:
+    """Texts in runs whose pages fit the drafter's pool."""
+    chunks: list[list[Text]] = [[]]
+    used = 0
+    for text in texts:
+        pages = -(-len(text.tokens) // page_size)
+        if used + pages > num_pages:
+            chunks.append([])
+            used = 0
+        chunks[-1].append(text)
+        used += pages
+    return chunks

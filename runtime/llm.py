@@ -1,0 +1,173 @@
+"""`LLM`: what users hold. Names and meaning follow TensorRT-LLM's LLM API."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtllm_forespark.config import EngineConfig
+from trtllm_forespark.drafters.checkpoint import load_drafter
+from trtllm_forespark.models.registry import default_drafter, load_model, locate_drafter
+from trtllm_forespark.runtime import tables
+from trtllm_forespark.runtime.backends.torch_backend import TorchBackend
+from trtllm_forespark.runtime.executor import Executor, ExecutorConfig
+from trtllm_forespark.runtime.machine import choose_device, choose_dtype, prepare_allocator
+from trtllm_forespark.runtime.request import Request, RequestOutput, SamplingParams
+from trtllm_forespark.wcs.controller import WcsController
+from trtllm_forespark.wcs.latency import LatencyTable
+from trtllm_forespark.wcs.policies import make_policy
+
+Prompt = str | Sequence[int]
+Say = Callable[[str], None]
+
+
+class LLM:
+    """A target, its drafter and an executor under one policy.
+
+    Keywords are the fields of `EngineConfig`; ``say`` receives progress lines (a first start measures latencies).
+    Raises ValueError, with what to change, for settings or files that cannot work.
+    """
+
+    def __init__(self, model: str = "smollm2-135m", *, say: Say = lambda line: None, **settings: Any) -> None:
+        self.config = config = EngineConfig.of(model=model, **settings)
+        self._say = say
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        prepare_allocator()
+        self.device = choose_device(config.device)
+        self.dtype = choose_dtype(config.dtype, self.device)
+        target, self.tokenizer = load_model(config.model, self.dtype, self.device, say)
+        self.drafter_name = config.drafter or default_drafter(config.model)
+        drafter = load_drafter(locate_drafter(self.drafter_name)) if self.drafter_name else None
+        if drafter and drafter[0].config.target_layers != target.config.num_layers:
+            raise ValueError(
+                f"drafter {self.drafter_name} was made for a target of {drafter[0].config.target_layers} layers, "
+                f"{config.model} has {target.config.num_layers}"
+            )
+        self.max_seq_len = min(config.max_seq_len or target.config.max_position, target.config.max_position)
+        page_size = 64
+        tokens = config.kv_cache_tokens or max(config.max_batch_size * 512, self.max_seq_len)
+        self.backend = TorchBackend(
+            target,
+            drafter,
+            max_batch_size=config.max_batch_size,
+            max_seq_len=self.max_seq_len,
+            num_pages=-(-tokens // page_size),
+            page_size=page_size,
+        )
+        self.mean_survival = drafter[1].mean_survival if drafter else None
+        self._table: LatencyTable | None = None
+        self._ids = itertools.count()
+        self.executor = self.new_executor(config.policy)
+
+    # Engines ----------------------------------------------------------------------------------------------------
+
+    @property
+    def table(self) -> LatencyTable:
+        """Latencies of this machine, model and drafter: from the setting, the cache, or measured now (and cached)."""
+        if self._table is None:
+            self._table = tables.load_or_profile(self, self._say)
+        return self._table
+
+    def new_executor(self, policy: str, **policy_settings: Any) -> Executor:
+        """Another executor over the same weights and cache, under another policy; run one at a time."""
+        config = self.config
+        if policy != "ar" and self.backend.spec is None:
+            raise ValueError(
+                f"policy {policy!r} needs a drafter and none is known for {config.model}; give drafter=…, or policy='ar'"
+            )
+        if policy == "batchwise" and "caps" not in policy_settings:
+            policy_settings["caps"] = tables.load_or_measure_caps(self, self._say)
+        if policy in ("wcs", "wcs-single-curve"):
+            policy_settings.setdefault("pieces", "whole" if config.whole_pieces else "paper")
+            policy_settings.setdefault("floor", config.min_draft)
+        needs_table = policy in ("adaptive", "wcs", "wcs-single-curve", "exhaustive")
+        controller = WcsController(
+            make_policy(policy, **policy_settings),
+            self.table if needs_table else None,
+            block=self.backend.spec.block if self.backend.spec else 0,
+            prior=self.mean_survival,
+        )
+        return Executor(
+            self.backend, controller, ExecutorConfig(config.max_batch_size, config.max_num_tokens, config.seed)
+        )
+
+    # Generation -------------------------------------------------------------------------------------------------
+
+    def request(
+        self, prompt: Prompt, params: SamplingParams, callback: Callable[[Request, list[int]], None] | None = None
+    ) -> Request:
+        """A request for this model; prompt is text (tokenised as it is) or token ids."""
+        text = prompt if isinstance(prompt, str) else None
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+        return Request(
+            id=next(self._ids),
+            prompt_ids=ids,
+            params=params,
+            eos_ids=frozenset(self.tokenizer.eos_ids),
+            callback=callback,
+            prompt=text,
+        )
+
+    def generate(
+        self,
+        inputs: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_tokens: Callable[[int, list[int]], None] | None = None,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Generate for one prompt (text or token ids) or a list of prompts, in one continuous batch.
+
+        sampling_params: one for all or one a prompt. on_tokens(index, new token ids) streams. Raises ValueError before any
+        work for a prompt that cannot run; a request that fails while running has finish_reason "error".
+        """
+        single = isinstance(inputs, str) or (len(inputs) > 0 and isinstance(inputs[0], int))
+        prompts: list[Prompt] = [inputs] if single else list(inputs)  # type: ignore[list-item]
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(prompts)
+        else:
+            params = list(sampling_params)
+            if len(params) != len(prompts):
+                raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one a prompt")
+        requests = []
+        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            callback = None
+            if on_tokens:
+                callback = lambda _, tokens, index=index: on_tokens(index, tokens)  # noqa: E731
+            request = self.request(prompt, own, callback)
+            request.check_fits(self.max_seq_len, self.backend.vocab_size)
+            requests.append(request)
+        for request in requests:
+            self.executor.submit(request)
+        try:
+            while any(not request.finished for request in requests):
+                self.executor.step()
+        except BaseException:
+            for request in requests:
+                self.executor.cancel(request.id)
+            raise
+        outputs = [RequestOutput.of(r, self.tokenizer.decode(r.output_ids)) for r in requests]
+        return outputs[0] if single else outputs
+
+    def chat_ids(self, text: str) -> list[int]:
+        """Token ids of a user message in the model's chat template, ready to answer."""
+        return self.tokenizer.encode_chat([{"role": "user", "content": text}])
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What a latency table must have been made for."""
+        from trtllm_forespark.runtime.machine import device_name
+
+        return {
+            "device": device_name(self.device),
+            "model": self.config.model,
+            "drafter": self.drafter_name or "none",
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+
+    @property
+    def table_path(self) -> Path:
+        return Path(self.config.latency_table) if self.config.latency_table else tables.cached_path(self.identity)

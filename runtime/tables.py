@@ -1,0 +1,79 @@
+"""Latency tables and batch-wise caps of this machine: found in the cache, or measured once and kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trtllm_forespark.models.registry import cache_home
+from trtllm_forespark.runtime.profile import Probe
+from trtllm_forespark.wcs.latency import LatencyTable, profile
+
+if TYPE_CHECKING:
+    from trtllm_forespark.runtime.llm import LLM
+
+Say = Callable[[str], None]
+
+
+def cached_path(identity: dict[str, str]) -> Path:
+    name = "_".join(
+        re.sub(r"[^A-Za-z0-9.]+", "-", identity[k]).strip("-") for k in ("model", "drafter", "dtype", "device")
+    )
+    return cache_home() / "tables" / f"{name}.json"
+
+
+def load_or_profile(llm: LLM, say: Say) -> LatencyTable:
+    """The table at ``llm.table_path`` if it is there (it must be for this device, model, drafter and dtype), else a new one."""
+    path = llm.table_path
+    if path.exists():
+        return LatencyTable.load(path, expect=llm.identity)
+    if llm.config.latency_table:
+        raise ValueError(f"latency_table {path} does not exist; make it with `forespark profile --output {path}`")
+    say("no latency table for this machine yet; measuring (about a minute, kept for the next start)")
+    table = measure(llm, say)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    table.save(temporary)
+    os.replace(temporary, path)
+    return table
+
+
+def measure(llm: LLM, say: Say, timings: int = 9, context: int = 160, max_requests: int | None = None) -> LatencyTable:
+    """Time the target and the drafter over a grid of batch sizes and lengths (appendix B)."""
+    spec = llm.backend.spec
+    if spec is None:
+        raise ValueError("latency tables need a drafter; give drafter=…")
+    probe = Probe(llm.backend, context, min(max_requests or 64, llm.config.max_batch_size))
+    sizes = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n <= probe.max_requests]
+    lengths = [d for d in (1, 2, 3, 5, 7, 10, 15, 23, 31) if d <= spec.block]
+    probe.verify(sizes[-1], sizes[-1])  # the first pass pays for memory
+    probe.draft(sizes[-1], 2 * sizes[-1])
+    return profile(
+        probe.verify,
+        probe.draft,
+        requests=sizes,
+        verify_per_request=[1, *(1 + d for d in lengths)],
+        draft_lengths=lengths,
+        timings=timings,
+        interpolation="linear" if llm.device.type == "cpu" else "staircase",
+        progress=lambda done, total: say(f"profile: round {done} of {total}"),
+        **llm.identity,
+    )
+
+
+def load_or_measure_caps(llm: LLM, say: Say) -> dict[int, int]:
+    """Batch-wise caps by load, as appendix B finds them: every cap at every load, the fastest kept."""
+    path = llm.table_path.with_suffix(".caps.json")
+    if path.exists():
+        return {int(load): int(cap) for load, cap in json.loads(path.read_text())["caps"].items()}
+    from trtllm_forespark.runtime.bench.caps import measure_caps
+
+    say("no batch-wise caps for this machine yet; running every cap at every load (a few minutes, kept)")
+    measured = measure_caps(llm, say)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(measured, indent=1) + "\n")
+    return {int(load): int(cap) for load, cap in measured["caps"].items()}

@@ -1,0 +1,184 @@
+"""`forespark distill`, `train`, `calibrate`, `profile`: a drafter for a model, from nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def distill(args: argparse.Namespace) -> int:
+    from trtllm_forespark.cli import make_llm, say
+    from trtllm_forespark.runtime.writing import answers
+    from trtllm_forespark.training import distill as module
+
+    prompts = module.read_prompts(args.prompts)[: args.limit]
+    llm = make_llm(args, policy=args.policy or "ar")
+    write = answers(llm, args.max_tokens, args.temperature, args.top_p, args.seed or 0)
+    count = module.distill(prompts, write, Path(args.output), every(say, "texts"))
+    print(f"{count} texts in {args.output}")
+    return 0
+
+
+def train(args: argparse.Namespace) -> int:
+    from trtllm_forespark.cli import make_llm, say
+    from trtllm_forespark.drafters.checkpoint import save_drafter
+    from trtllm_forespark.drafters.config import DFlash2Config
+    from trtllm_forespark.runtime.writing import target_features
+    from trtllm_forespark.training.distill import load_texts, write_features
+    from trtllm_forespark.training.features import FeatureStore
+    from trtllm_forespark.training.trainer import Trainer, TrainSettings
+
+    llm = make_llm(args, policy="ar", drafter=None, dtype="float32")
+    target = llm.backend.target
+    c = target.config
+    layers = args.capture or evenly_spaced(c.num_layers)
+    config = DFlash2Config(
+        hidden_size=c.hidden_size,
+        num_layers=args.layers,
+        num_heads=c.num_heads,
+        num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        intermediate_size=c.intermediate_size,
+        rms_norm_eps=c.rms_norm_eps,
+        rope_theta=c.rope_theta,
+        max_position=c.max_position,
+        vocab_size=c.vocab_size,
+        draft_vocab_size=min(args.draft_vocab, c.vocab_size),
+        block=args.block,
+        capture_layers=tuple(layers),
+        target_layers=c.num_layers,
+        causal=args.causal,
+        target=llm.config.model,
+    )
+    output = Path(args.output)
+    features = Path(args.features) if args.features else output / "features"
+    texts = load_texts(Path(args.data), c.vocab_size)
+    write_features(
+        texts,
+        target_features(llm, config.capture_layers),
+        features,
+        len(layers),
+        c.hidden_size,
+        args.seed or 0,
+        every(say, "texts read by the target"),
+    )
+    settings = TrainSettings(
+        minutes=args.minutes,
+        seed=args.seed or 0,
+        learning_rate=args.learning_rate,
+        texts=args.texts,
+        anchors=args.anchors,
+    )
+    store = FeatureStore(features, len(layers), c.hidden_size)
+    trainer = Trainer(config, settings, store, target.embedding_weight(), target.final_norm_weight(), output)
+    final = trainer.run(lambda line: say(json.dumps(line)))
+    save_drafter(output, trainer.model)
+    print(
+        f"{output}: acceptance length {final['held']['acceptance_length']} on held-out texts (teacher-forced); now `forespark calibrate --drafter {output} --prompts …`"
+    )
+    return 130 if final["interrupted"] else 0
+
+
+def calibrate(args: argparse.Namespace) -> int:
+    from trtllm_forespark.cli import make_llm, say, write_json
+    from trtllm_forespark.runtime.calibration import calibrate as run
+    from trtllm_forespark.training.distill import read_prompts
+
+    llm = make_llm(args, policy="ar")
+    prompts = [p["prompt"] for p in read_prompts(args.prompts)][: args.limit]
+    result = run(llm, prompts, args.max_tokens, say, Path(args.record_triangles) if args.record_triangles else None)
+    print(json.dumps({k: v for k, v in result["report"].items() if k not in ("pre_draft", "post_draft")}, indent=1))
+    write_json(args.json, result)
+    return 0
+
+
+def profile(args: argparse.Namespace) -> int:
+    from trtllm_forespark.cli import make_llm, say
+    from trtllm_forespark.runtime import tables
+
+    llm = make_llm(args, policy="ar", max_batch_size=args.requests)
+    table = tables.measure(llm, say, args.timings, args.context, args.requests)
+    path = Path(args.output) if args.output else tables.cached_path(llm.identity)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table.save(path)
+    print(path)
+    if args.caps:
+        path.with_suffix(".caps.json").unlink(missing_ok=True)
+        print(json.dumps(tables.load_or_measure_caps(llm, say)))
+    return 0
+
+
+def every(say: Callable[[str], None], what: str, parts: int = 50) -> Callable[[int, int], None]:
+    """A progress callback that speaks about ``parts`` times in all."""
+
+    def report(done: int, total: int) -> None:
+        if done == total or done % max(1, total // parts) == 0:
+            say(f"{done} of {total} {what}")
+
+    return report
+
+
+def evenly_spaced(num_layers: int, count: int = 5) -> list[int]:
+    """Captured layers as published drafters choose them: from the second to the one before the last, evenly spaced."""
+    first, last = min(1, num_layers - 1), max(num_layers - 2, 0)
+    return sorted({round(first + (last - first) * i / (count - 1)) for i in range(count)})
+
+
+def add_commands(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> None:
+    """Attach the four commands to the top-level parser."""
+    from trtllm_forespark.cli import add_engine_arguments
+
+    made = add(commands, "distill", distill, "let the target write training text", json_too=False)
+    made.add_argument("--prompts", required=True, help="JSONL with a prompt a line")
+    made.add_argument("--output", required=True, help=".npz to write; an interrupted run goes on")
+    made.add_argument("--limit", type=int, default=None, help="use the first N prompts")
+    made.add_argument("--max-tokens", type=int, default=192)
+    made.add_argument("--temperature", type=float, default=0.2)
+    made.add_argument("--top-p", type=float, default=0.9)
+    add_engine_arguments(made)
+
+    made = add(commands, "train", train, "train a drafter and its estimators on distilled text", json_too=False)
+    made.add_argument("--data", required=True, help=".npz of `forespark distill`")
+    made.add_argument("--output", required=True, help="folder of the drafter; a run that stands there goes on")
+    made.add_argument("--features", default=None, help="folder of the target's features (default: OUTPUT/features)")
+    made.add_argument(
+        "--minutes", type=float, default=60.0, help="training time over all resumed runs (default: %(default)s)"
+    )
+    made.add_argument("--block", type=int, default=7, help="K, the longest draft (default: %(default)s)")
+    made.add_argument("--layers", type=int, default=2, help="decoder layers of the drafter (default: %(default)s)")
+    made.add_argument("--draft-vocab", type=int, default=12288)
+    made.add_argument(
+        "--capture", type=lambda s: [int(x) for x in s.split(",")], default=None, help="captured target layers, from 0"
+    )
+    made.add_argument("--causal", action="store_true", help="directional: causal attention within the block")
+    made.add_argument("--learning-rate", type=float, default=3e-3)
+    made.add_argument("--texts", type=int, default=4, help="texts a step")
+    made.add_argument("--anchors", type=int, default=32, help="anchors a text")
+    for name in ("--model", "--device", "--config"):
+        made.add_argument(name, default=None)
+    for name in ("--seed", "--threads"):
+        made.add_argument(name, type=int, default=None)
+
+    made = add(
+        commands, "calibrate", calibrate, "fit both estimators on prompts; writes calibration.json beside the drafter"
+    )
+    made.add_argument("--prompts", required=True, help="JSONL with a prompt a line, in neither training nor evaluation")
+    made.add_argument(
+        "--limit", type=int, default=240, help="prompts to use; a third is held out to judge (default: %(default)s)"
+    )
+    made.add_argument("--max-tokens", type=int, default=128)
+    made.add_argument(
+        "--record-triangles", metavar="FILE", default=None, help="also save calibrated pre-draft logits (.npz)"
+    )
+    add_engine_arguments(made, policy=False)
+
+    made = add(commands, "profile", profile, "measure the latency table of this machine", json_too=False)
+    made.add_argument("--output", default=None, help="default: the cache")
+    made.add_argument("--timings", type=int, default=30, help="passes an entry (default: %(default)s)")
+    made.add_argument("--context", type=int, default=160, help="tokens of context of every request")
+    made.add_argument("--requests", type=int, default=64, help="largest batch")
+    made.add_argument("--caps", action="store_true", help="also find the batch-wise caps (every cap at every load)")
+    add_engine_arguments(made, policy=False)
