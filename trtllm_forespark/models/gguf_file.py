@@ -46,7 +46,7 @@ class GgufFile:
             self.data = np.memmap(path, mode="r")
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: cannot be read ({error})") from None
-        self._buffer, self._at = memoryview(self.data), 0
+        self._buffer, self._at = memoryview(self.data.data), 0
         if bytes(self._buffer[:4]) != b"GGUF":
             raise CheckpointError(f"{path}: not a GGUF file (it starts with {bytes(self._buffer[:4])!r})")
         try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,6 +58,7 @@ class Checkpoint:
     path: Path
     config: ModelConfig
     weights: WeightSource
+    metadata: Mapping[str, Any] | None = None  # a GGUF's, which holds its tokenizer too
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

@@ -102,4 +102,4 @@ def open_gguf(path: Path) -> Checkpoint:
             )
         scaling = {"rope_type": "factors", "factors": factors.reshape(-1).tolist()}
         config = dataclasses.replace(config, rope_scaling=scaling)
-    return Checkpoint(path, config, GgufSource(file, config))
+    return Checkpoint(path, config, GgufSource(file, config), file.metadata)
