@@ -166,20 +166,25 @@ def _keep_top_p(x: Tensor, p: Tensor) -> Tensor:
     No sort of the vocabulary: the largest 64 are looked at first, more only for rows whose 64 do not reach p. A row's
     result does not depend on the other rows.
     """
-    todo = (p < 1).nonzero()[:, 0]
     vocab = x.shape[1]
+    share = x.softmax(-1)
+    edge = torch.zeros_like(share[:, 0])
+    todo: Tensor | None = None
     for count in (*(c for c in _TOP_P_LADDER if c < vocab), vocab):
+        goal = (p if todo is None else p[todo]).double()
+        most = (share if todo is None else share[todo]).topk(count, dim=-1).values
+        mass = most.double().cumsum(-1)
+        last = ((mass - most) < goal[:, None]).sum(-1, keepdim=True).clamp_(min=1) - 1
+        found = most.gather(1, last)[:, 0].masked_fill(goal >= 1, 0.0)
+        if todo is None:
+            edge = found
+        else:
+            edge[todo] = found
+        unreached = ~((mass[:, -1] >= goal) | (goal >= 1) | ~(most[:, -1] > 0))
+        todo = unreached.nonzero()[:, 0] if todo is None else todo[unreached]
         if not len(todo):
             break
-        part, goal = x[todo], p[todo, None].double()
-        values = part.topk(count, dim=-1).values
-        share = (values - part.logsumexp(-1, keepdim=True)).double().exp()
-        mass = share.cumsum(-1)
-        last = ((mass - share) < goal).sum(-1, keepdim=True).clamp_(min=1) - 1
-        reached = (mass[:, -1] >= goal[:, 0]) | ~values[:, -1].isfinite() | (count == vocab)
-        x[todo[reached]] = part.masked_fill(part < values.gather(1, last), -torch.inf)[reached]
-        todo = todo[~reached]
-    return x
+    return x.masked_fill_(share < edge[:, None], -torch.inf)
 
 
 class Proposal(NamedTuple):

@@ -65,7 +65,7 @@ def verify(
     logits: [sum(b_i + 1), V], packed by request; row 0 of a request follows its anchor, row j its draft j.
     rows: [n], for the token after each anchor.
     generator: the verification stream, for unseeded requests alone, never the one that drafted (rule 2).
-    No softmax over the vocabulary for greedy and seeded rows, and one a request (not a row) for unseeded ones.
+    Greedy and seeded rows need no softmax over the vocabulary.
     Raises ValueError where lengths and rows of logits do not match (checked on the CPU only: elsewhere it would wait).
     """
     n, total, device = len(rows), logits.shape[0], logits.device
@@ -85,16 +85,16 @@ def verify(
     # Every request has a row that no draft can match (its last), so a padding token may stand in there.
     token = drafted[at.draft_row] if len(drafted) else torch.full_like(at.place, -1)
 
-    target, accepts, bad, shaped = _judge(draft, logits, rows, at, token, generator)
+    target, accepts, bad, unseeded = _judge(draft, logits, rows, at, token, generator)
     accepts &= at.is_draft & ~bad
     beyond = at.place.masked_fill(accepts, total)
     accepted = torch.full_like(b, total).scatter_reduce_(0, at.request, beyond, "amin")
     last = cu_rows[:-1] + accepted
     failed = bad[last]
-    if shaped is not None:
-        index, x, row_of = shaped
+    if unseeded is not None:
+        index, p, row_of = unseeded
         chosen = last if index is None else last[index]
-        final = x[chosen if row_of is None else row_of[chosen]].softmax(-1)
+        final = p[chosen if row_of is None else row_of[chosen]]
         final = _residual(final, draft, at.draft_row[chosen], at.is_draft[chosen])
         target[chosen] = draw(final, generator)
     tokens = torch.where(at.place < accepted[at.request], token, -1)
@@ -110,20 +110,20 @@ def _layout(b: Tensor, cu_rows: Tensor, cu_draft: Tensor, total: int) -> _Layout
     return _Layout(request, place, is_draft, draft_row)
 
 
-Shaped = tuple[Tensor | None, Tensor, Tensor | None]
-"""Unseeded requests [u] (None: all), their shaped logits [R_u, V], and packed row -> row of those (None: the same)."""
+Unseeded = tuple[Tensor | None, Tensor, Tensor | None]
+"""Unseeded requests [u] (None: all), p at their rows [R_u, V], and packed row -> row of p (None: the same)."""
 
 
 def _judge(
     draft: Draft, logits: Tensor, rows: SamplingRows, at: _Layout, token: Tensor, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor, Shaped | None]:
+) -> tuple[Tensor, Tensor, Tensor, Unseeded | None]:
     """For every packed row: the token taken there (greedy, seeded), is the draft accepted, is the row bad."""
     plain = rows.kinds <= {GREEDY} and rows.barred is None
     by_row = rows if plain else rows.select(at.request).shift(at.place)
     target = torch.zeros_like(at.place)
     accepts = torch.zeros_like(at.is_draft)
     bad = torch.zeros_like(at.is_draft)
-    shaped: Shaped | None = None
+    unseeded: Unseeded | None = None
     for kind in sorted(rows.kinds):
         index = by_row.of_kind(kind)
         some = slice(None) if index is None else index
@@ -140,23 +140,24 @@ def _judge(
             taken = draw_seeded(x, part.seed, part.position)
             target[some], accepts[some] = taken, taken == token[some]
         else:
-            accepts[some] = _accept(x, draft, at.draft_row[some], at.is_draft[some], token[some], generator)
+            p = x.softmax(-1)
+            accepts[some] = _accept(p, draft, at.draft_row[some], at.is_draft[some], token[some], generator)
             row_of = None
             if index is not None:
                 row_of = torch.zeros_like(at.place)
                 row_of[index] = torch.arange(len(index), device=x.device)
-            shaped = (rows.of_kind(UNSEEDED), x, row_of)
-    return target, accepts, bad, shaped
+            unseeded = (rows.of_kind(UNSEEDED), p, row_of)
+    return target, accepts, bad, unseeded
 
 
 def _accept(
-    x: Tensor, draft: Draft, draft_row: Tensor, is_draft: Tensor, token: Tensor, generator: torch.Generator
+    p: Tensor, draft: Draft, draft_row: Tensor, is_draft: Tensor, token: Tensor, generator: torch.Generator
 ) -> Tensor:
     """Accept draft `token` [m] with probability min(1, p / q); a token that q did not propose is never accepted."""
-    uniform = torch.rand(len(x), generator=generator, device=x.device, dtype=torch.float64)
-    candidates, q = _proposal(draft, draft_row, is_draft, x)
+    uniform = torch.rand(len(p), generator=generator, device=p.device, dtype=torch.float64)
+    candidates, q = _proposal(draft, draft_row, is_draft, p)
     q_token = (q * (candidates == token[:, None])).sum(-1)
-    p_token = (x.gather(1, token.clamp(min=0)[:, None])[:, 0] - x.logsumexp(-1)).exp()
+    p_token = p.gather(1, token.clamp(min=0)[:, None])[:, 0]
     return (q_token > 0) & (uniform * q_token < p_token)
 
 
