@@ -30,7 +30,9 @@ class Plan:
     """Stage 2, joint schedule (eq. 4).
 
     draft_lengths: [n] int64, d_i. budget: B as planned. expected_goodput: tokens a second the schedule expects.
-    draft_seconds, verify_seconds: the latencies it was priced at.
+    draft_seconds, verify_seconds: the latencies it was priced at. forecast: [n, K], what each draft is expected to
+    survive, by estimates made before it; B is priced by it once N is certain. None: all that is drafted is verified.
+    max_budget: the most the step has room to verify; None: no limit.
     """
 
     draft_lengths: Array
@@ -38,6 +40,8 @@ class Plan:
     expected_goodput: float
     draft_seconds: float
     verify_seconds: float
+    forecast: Array | None = None
+    max_budget: int | None = None
 
 
 @dataclass(frozen=True)

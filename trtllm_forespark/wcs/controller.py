@@ -1,0 +1,174 @@
+"""The one brain: called before drafting, after drafting and after verification, by any backend."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trtllm_forespark.wcs.latency import LatencyTable
+from trtllm_forespark.wcs.ops import NumpyOps, Ops
+from trtllm_forespark.wcs.policies import BeforeDraft, Policy
+from trtllm_forespark.wcs.schedule import Totals, adaptive_budget
+from trtllm_forespark.wcs.stages import Draft, Estimate, Outcome, Plan, Selection
+
+#: (request, generation). A request that is preempted and comes back has a new, higher generation.
+Key = tuple[Hashable, int]
+#: How fast the mean of post-draft survival follows the last steps.
+_FOLLOW = 0.1
+
+
+class WcsController:
+    """Decides draft lengths and verified lengths for a batch, step by step.
+
+    table: None where the policy prices nothing. block: K (0 without a drafter). prior: [K, K] survival to expect of a
+    request nothing is known about, when nothing is known of any other (the drafter's calibrated mean); None: expect
+    nothing, so draft nothing then.
+
+    State: the previous step's post-draft survival of each live request, and a decaying mean of it. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        table: LatencyTable | None,
+        block: int,
+        *,
+        prior: npt.NDArray[np.floating] | None = None,
+        ops: Ops | None = None,
+    ) -> None:
+        if block < (1 if policy.needs_drafter else 0):
+            raise ValueError(f"block must be 1 or more draft tokens for policy {policy.name!r}, not {block}")
+        if policy.needs_table and table is None:
+            raise ValueError(f"policy {policy.name!r} needs a latency table; make one with `forespark profile`")
+        self.policy, self.table, self.block, self.ops = policy, table, block, ops or NumpyOps()
+        self.prior = np.zeros((block, block), np.float32) if prior is None else np.asarray(prior, np.float32)
+        if self.prior.shape != (block, block):
+            raise ValueError(f"prior has shape {self.prior.shape}; a block of {block} needs ({block}, {block})")
+        self._generation: dict[Hashable, int] = {}
+        self._confidence: dict[Hashable, npt.NDArray[np.float32]] = {}
+        self._mean = self.prior[-1].copy() if block else np.zeros(0, np.float32)
+        self._seen = np.zeros(block, dtype=bool)
+
+    def plan(
+        self,
+        keys: Sequence[Key],
+        estimate: Estimate | None,
+        limits: Any,
+        num_tokens: int,
+        max_budget: int | None = None,
+    ) -> Plan:
+        """Stages 1 and 2: draft lengths of this step (`totals`, then `split`).
+
+        keys: the n decoding requests. estimate: their pre-draft estimates, None where the policy needs none or none
+        exists yet. limits: [n], the most tokens each may draft now (context limit, max_tokens, ...); below 0 is 0.
+        num_tokens: N, tokens of the step that are no drafts: one anchor a request, and prefill tokens. max_budget: the
+        most draft tokens that may be verified in this step, for a step's limit of tokens.
+        """
+        step = self.before_draft(keys, estimate, limits, num_tokens)
+        totals, lengths = self.policy.plan(step)
+        return Plan(
+            draft_lengths=lengths,
+            budget=_least(totals.budget, int(lengths.sum()), max_budget),
+            expected_goodput=totals.goodput,
+            draft_seconds=totals.draft_seconds,
+            verify_seconds=totals.verify_seconds,
+            forecast=self.policy.forecast(step, lengths),
+            max_budget=max_budget,
+        )
+
+    def totals(self, keys: Sequence[Key], estimate: Estimate | None, limits: Any, num_tokens: int) -> Totals:
+        """The host's half of `plan`: (D, B) of the batch, from whatever estimates it has."""
+        return self.policy.totals(self.before_draft(keys, estimate, limits, num_tokens))
+
+    def split(
+        self, totals: Totals, keys: Sequence[Key], estimate: Estimate | None, limits: Any, num_tokens: int
+    ) -> npt.NDArray[np.int64]:
+        """The other half: draft lengths from totals and the current estimates."""
+        return self.policy.split(self.before_draft(keys, estimate, limits, num_tokens), totals)
+
+    def select(self, plan: Plan, draft: Draft, num_tokens: int, greedy: bool = False) -> Selection:
+        """Stage 4: verified lengths. num_tokens: N as it now is. greedy: the whole batch decodes at temperature 0.
+
+        B is priced anew with the actual N, by forecasts made before the drafts; only where the whole batch is greedy
+        may a policy use the fresh survival for it. What is verified goes by the fresh survival.
+        """
+        lengths: Any = np.diff(np.asarray(draft.cu_lengths, dtype=np.int64))
+        drafted = int(lengths.sum())
+        if plan.forecast is None:
+            if draft.survival is None:  # no post-draft estimator: verify in request order, as far as the step allows
+                room = _least(drafted, plan.max_budget)
+                return Selection(np.clip(room - (np.cumsum(lengths) - lengths), 0, lengths))
+            return Selection(self.ops.distribute(draft.survival, lengths, _least(drafted, plan.max_budget)))
+        if draft.survival is None or self.table is None:
+            raise ValueError(f"policy {self.policy.name!r} needs a latency table and drafts with post-draft survival")
+        fresh = greedy and self.policy.fresh_when_greedy
+        forecast = np.asarray(draft.survival if fresh else plan.forecast)
+        budget = adaptive_budget(forecast, lengths, num_tokens, self.table)[0]
+        return Selection(self.ops.distribute(draft.survival, lengths, _least(budget, plan.max_budget)))
+
+    def observe(self, keys: Sequence[Key], draft: Draft, selection: Selection, outcome: Outcome) -> None:
+        """After verification: remember what the next step goes by. Results of an old generation are discarded."""
+        if draft.survival is None:
+            return
+        survival = np.asarray(draft.survival, dtype=np.float32)
+        drafted = np.arange(self.block) < np.diff(np.asarray(draft.cu_lengths))[:, None]
+        drafted &= ~np.isnan(survival)
+        live = np.array([self._generation.get(request) == generation for request, generation in keys], dtype=bool)
+        drafted &= live[:, None]
+        counts = drafted.sum(axis=0)
+        fresh = np.where(drafted, survival, 0).sum(axis=0) / np.maximum(counts, 1)
+        follow = np.where(self._seen, _FOLLOW, 1.0) * (counts > 0)
+        self._mean = (self._mean + follow * (fresh - self._mean)).astype(np.float32)
+        self._seen |= counts > 0
+        for i, (request, _) in enumerate(keys):
+            if drafted[i].any():
+                # A position it did not draft keeps the batch's mean.
+                row = np.where(drafted[i], survival[i], self._mean)
+                self._confidence[request] = np.minimum.accumulate(row)
+
+    def forget(self, key: Key) -> None:
+        """A request ended or was preempted. A key of an old generation forgets nothing."""
+        request, generation = key
+        if self._generation.get(request, generation) <= generation:
+            self._generation.pop(request, None)
+            self._confidence.pop(request, None)
+
+    def before_draft(self, keys: Sequence[Key], estimate: Estimate | None, limits: Any, num_tokens: int) -> BeforeDraft:
+        """Gather what a policy reads, with the mean of the others for a request nothing is known about (section 5)."""
+        for request, generation in keys:
+            known = self._generation.get(request)
+            if known is None or known < generation:
+                self._generation[request] = generation
+                self._confidence.pop(request, None)
+        confidence = np.empty((len(keys), self.block), dtype=np.float32)
+        for i, (request, _) in enumerate(keys):
+            confidence[i] = self._confidence.get(request, self._mean)
+        limits = np.clip(np.asarray(limits, dtype=np.int64), 0, self.block)
+        if limits.shape != (len(keys),):
+            raise ValueError(f"limits have shape {limits.shape} for {len(keys)} requests")
+        return BeforeDraft(self._survival(len(keys), estimate), confidence, limits, num_tokens, self.table, self.ops)
+
+    def _survival(self, n: int, estimate: Estimate | None) -> npt.NDArray[np.float32]:
+        shape = (n, self.block, self.block)
+        if not self.policy.needs_estimate:
+            return np.zeros(shape, dtype=np.float32)
+        if estimate is None:
+            return np.broadcast_to(self.prior, shape)
+        survival = np.asarray(estimate.survival, dtype=np.float32)
+        if survival.shape != shape:
+            raise ValueError(
+                f"the estimate has shape {survival.shape}; {n} requests and a block of {self.block} need {shape}"
+            )
+        known = np.asarray(estimate.known, dtype=bool)
+        if known.all():
+            return survival
+        sound = known & np.isfinite(survival).all(axis=(1, 2))
+        mean = survival[sound].mean(axis=0) if sound.any() else self.prior
+        return np.where(known[:, None, None], survival, mean)
+
+
+def _least(*values: int | None) -> int:
+    return min(value for value in values if value is not None)
