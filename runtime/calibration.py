@@ -1,4 +1,4 @@
-"""Calibrating a drafter with the running engine: greedy answers, their features, replays at every length (appendix B)."""
+"""Calibrating a drafter with the running engine: greedy answers, their features, replays at every length."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
 from trtllm_forespark.models.registry import locate_drafter
+
 from trtllm_forespark.runtime.writing import answers, target_features
 from trtllm_forespark.training.calibrate import fit, judge
-from trtllm_forespark.training.replay import Replay, Text
+from trtllm_forespark.training.replay import Replay, Text, Trace
 
 if TYPE_CHECKING:
     from trtllm_forespark.runtime.llm import LLM
 
 
 def greedy_texts(llm: LLM, prompts: list[str], max_tokens: int, say: Callable[[str], None]) -> list[Text]:
-    """What the target answers greedily, with the captured features of prompt and answer; prompts without room are left out."""
+    """What the target answers greedily, with the captured features; answers of one token are left out."""
     assert llm.backend.spec is not None
     read = target_features(llm, llm.backend.spec.capture_layers)
     texts: dict[int, Text] = {}
@@ -50,7 +50,7 @@ def calibrate(
     lengths = [block] if directional else list(range(1, block + 1))
     traces = []
     for part in ([t for i, t in enumerate(texts) if i not in held], [t for i, t in enumerate(texts) if i in held]):
-        by_length = {}
+        by_length: dict[int, Trace] = {}
         for chunk in _chunks(part, runner.kv.num_pages, runner.kv.page_size):
             replay = Replay(runner, chunk)
             for length in lengths:
@@ -60,7 +60,8 @@ def calibrate(
         traces.append(by_length)
     fitted, judged = traces
     date = datetime.date.today().isoformat()
-    source = f"{len(texts) - len(held)} prompts, {len(fitted[block].accepted)} drafts of length {block}, greedy, {llm.dtype}, {date}"
+    drafts = len(fitted[block].accepted)
+    source = f"{len(texts) - len(held)} prompts, {drafts} drafts of length {block}, greedy, {llm.dtype}, {date}"
     calibration = fit(fitted, block, directional, source)
     folder = locate_drafter(llm.drafter_name)
     calibration.save(folder / "calibration.json")

@@ -1,4 +1,4 @@
-"""`forespark demo`: the embedded model under every policy on real prompts, a table of what speculation gained, one answer."""
+"""`forespark demo`: the embedded model under every policy on real prompts, what speculation gained, one answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(make_llm: Callable[..., LLM], say: Callable[[str], None], quick: bool = 
     result = decode.run(llm, POLICIES, loads, tokens, rounds, say=say)
     executor = llm.new_executor("wcs")
     llm.executor = executor
-    output = llm.generate(llm.chat_ids(QUESTION), SamplingParams(max_tokens=96, temperature=0.0))
+    output = llm.answer(QUESTION, SamplingParams(max_tokens=96, temperature=0.0))
     result["answer"] = {"question": QUESTION, "text": output.outputs[0].text, **executor.metrics.to_json()}
     return result
 
@@ -42,7 +42,8 @@ def text(result: dict[str, Any]) -> str:
         "",
         f"Q: {answer['question']}",
         textwrap.fill("A: " + answer["text"].strip(), 100),
-        f"({answer['emitted'] + 1} tokens in {answer['steps']} steps, acceptance length {answer['acceptance_length']:.2f}, "
+        f"({answer['emitted'] + 1} tokens in {answer['steps']} steps, "
+        f"acceptance length {answer['acceptance_length']:.2f}, "
         f"{answer['drafted']} drafted, {answer['verified']} verified, {answer['accepted']} accepted)",
     ]
     return "\n".join(lines)

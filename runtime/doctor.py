@@ -9,6 +9,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from trtllm_forespark.models.registry import cache_home
+
 EMBEDDED = "smollm2-135m"
 # import name -> (distributions that may provide it, what to install: one of our extras in brackets, or packages)
 OPTIONAL = {
@@ -32,11 +34,6 @@ OPTIONAL = {
     "pytriton": (("nvidia-pytriton",), "nvidia-pytriton"),  # carries a tritonserver
 }
 NEEDED = ("torch", "safetensors", "gguf", "tokenizers")
-
-
-def cache_home() -> Path:
-    """Where models and latency tables are kept: FORESPARK_HOME, else ~/.cache/forespark."""
-    return Path(os.environ.get("FORESPARK_HOME") or Path.home() / ".cache" / "forespark").expanduser()
 
 
 def report(home: Path | None = None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from trtllm_forespark.wcs.controller import WcsController
 
 from trtllm_forespark.runtime.backends.base import Backend, DraftBatch, TargetBatch
 from trtllm_forespark.runtime.batch import BatchScheduler, StepWork, known_tokens, prefill_goal
@@ -21,7 +22,6 @@ from trtllm_forespark.runtime.noise import Streams
 from trtllm_forespark.runtime.request import Request, Status, cut
 from trtllm_forespark.runtime.sampling import SamplingRows, propose
 from trtllm_forespark.runtime.verify import Verified, verify
-from trtllm_forespark.wcs.controller import WcsController
 from trtllm_forespark.wcs.stages import Draft, Estimate, Plan, Selection
 
 
@@ -94,7 +94,7 @@ class Executor:
         return self._run(self.scheduler.next_step())
 
     def prefill_step(self) -> StepWork:
-        """A step for prompts alone; requests that have their first token wait (the barrier of decode-only benchmarks)."""
+        """A step for prompts alone; who has a first token waits (the barrier of decode-only benchmarks)."""
         return self._run(self.scheduler.next_step(decode=False))
 
     def _run(self, work: StepWork) -> StepWork:
@@ -126,25 +126,24 @@ class Executor:
     def joint_schedule(self, work: StepWork, estimate: Estimate | None) -> Plan:
         """Stage 2: draft lengths and verification budget together (eq. 4)."""
         limits = np.array([self._longest_draft(r) for r in work.decoding], np.int64)
-        spare = self.config.max_num_tokens - work.num_tokens
-        keys = [r.key for r in work.decoding]
-        return self.controller.plan(keys, estimate, limits, work.num_tokens, max_budget=max(spare, 0))
+        spare = max(self.config.max_num_tokens - work.num_tokens, 0)
+        return self.controller.plan([r.key for r in work.decoding], estimate, limits, work.num_tokens, spare)
 
     def draft(self, work: StepWork, plan: Plan) -> Draft:
         """Stage 3: one packed pass over the blocks of the requests that draft (§4.4)."""
         lengths = np.asarray(plan.draft_lengths)
         if not lengths.any():
             return no_draft(len(work.decoding), self.block)
-        rows = SamplingRows.of(work.decoding)
+        sampling = SamplingRows.of(work.decoding)
 
         def propose_position(
-            scores: torch.Tensor, candidates: torch.Tensor, who: torch.Tensor, position: int
+            scores: torch.Tensor, candidates: torch.Tensor, rows: torch.Tensor, position: int
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            shifted = rows.select(who).shift(position - 1)
+            shifted = sampling.select(rows).shift(position - 1)
             choice, q, bad = propose(scores, candidates, shifted, self.streams.draft)
             return choice.masked_fill(bad, -1), q
 
-        return self.backend.draft(self._draft_batch(work), lengths, propose_position)
+        return self.backend.draft(self._draft_batch(work), lengths.tolist(), propose_position)
 
     def distribute(self, work: StepWork, plan: Plan, draft: Draft) -> Selection:
         """Stage 4: the budget goes to the positions most likely to survive (eq. 5), prefixes of every draft."""
@@ -157,7 +156,8 @@ class Executor:
         tokens, starts = draft.token_ids.tolist(), draft.cu_lengths.tolist()
         ids: list[int] = []
         positions: list[int] = []
-        cu, logits_at = [0], []
+        cu = [0]
+        logits_at: list[int] = []
         for request, b, start in zip(work.decoding, verified, starts, strict=False):
             first = request.num_computed_tokens
             self._reserve(request, first + 1 + b)
@@ -197,9 +197,7 @@ class Executor:
         if self.block:
             self.backend.commit(kept)
         if n:
-            self.controller.observe(
-                [r.key for r in work.decoding], draft, selection, replace(outcome, accepted=verified.accepted[:n])
-            )
+            self.controller.observe([r.key for r in work.decoding], draft, selection, outcome)
         for request, count in zip([*work.decoding, *(c.request for c in work.chunks)], kept, strict=True):
             request.num_computed_tokens += count
             self.scheduler.cache.truncate(request.id, request.num_computed_tokens)  # pages only rejected drafts reached

@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from trtllm_forespark.models.registry import default_drafter, load_model, locate_drafter
+from trtllm_forespark.wcs.controller import WcsController
+from trtllm_forespark.wcs.policies import make_policy
+from trtllm_forespark.wcs.survival import prefix_survival
 
 from trtllm_forespark.config import EngineConfig
 from trtllm_forespark.drafters.checkpoint import load_drafter
-from trtllm_forespark.models.registry import default_drafter, load_model, locate_drafter
 from trtllm_forespark.runtime import tables
 from trtllm_forespark.runtime.backends.torch_backend import TorchBackend
 from trtllm_forespark.runtime.executor import Executor, ExecutorConfig
 from trtllm_forespark.runtime.machine import choose_device, choose_dtype, prepare_allocator
 from trtllm_forespark.runtime.request import Request, RequestOutput, SamplingParams
-from trtllm_forespark.wcs.controller import WcsController
 from trtllm_forespark.wcs.latency import LatencyTable
-from trtllm_forespark.wcs.policies import make_policy
 
 Prompt = str | Sequence[int]
 Say = Callable[[str], None]
@@ -73,12 +74,18 @@ class LLM:
             self._table = tables.load_or_profile(self, self._say)
         return self._table
 
+    @table.setter
+    def table(self, table: LatencyTable) -> None:
+        """Use this table from now on (simulations, tests); executors that exist keep theirs."""
+        self._table = table
+
     def new_executor(self, policy: str, **policy_settings: Any) -> Executor:
         """Another executor over the same weights and cache, under another policy; run one at a time."""
         config = self.config
         if policy != "ar" and self.backend.spec is None:
             raise ValueError(
-                f"policy {policy!r} needs a drafter and none is known for {config.model}; give drafter=…, or policy='ar'"
+                f"policy {policy!r} needs a drafter and none is known for {config.model}; "
+                "give drafter=…, or policy='ar'"
             )
         if policy == "batchwise" and "caps" not in policy_settings:
             policy_settings["caps"] = tables.load_or_measure_caps(self, self._say)
@@ -89,8 +96,8 @@ class LLM:
         controller = WcsController(
             make_policy(policy, **policy_settings),
             self.table if needs_table else None,
-            block=self.backend.spec.block if self.backend.spec else 0,
-            prior=self.mean_survival,
+            block=self.backend.spec.block if self.backend.spec else 1,
+            prior=None if self.mean_survival is None else prefix_survival(self.mean_survival[None])[0],
         )
         return Executor(
             self.backend, controller, ExecutorConfig(config.max_batch_size, config.max_num_tokens, config.seed)
@@ -121,11 +128,11 @@ class LLM:
     ) -> RequestOutput | list[RequestOutput]:
         """Generate for one prompt (text or token ids) or a list of prompts, in one continuous batch.
 
-        sampling_params: one for all or one a prompt. on_tokens(index, new token ids) streams. Raises ValueError before any
-        work for a prompt that cannot run; a request that fails while running has finish_reason "error".
+        sampling_params: one for all or one a prompt. on_tokens(index, new token ids) streams. Raises ValueError before
+        any work for a prompt that cannot run; a request that fails while running has finish_reason "error".
         """
         single = isinstance(inputs, str) or (len(inputs) > 0 and isinstance(inputs[0], int))
-        prompts: list[Prompt] = [inputs] if single else list(inputs)  # type: ignore[list-item]
+        prompts: list[Prompt] = [inputs] if single else list(inputs)  # type: ignore[list-item, arg-type]
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(prompts)
         else:
@@ -151,6 +158,12 @@ class LLM:
             raise
         outputs = [RequestOutput.of(r, self.tokenizer.decode(r.output_ids)) for r in requests]
         return outputs[0] if single else outputs
+
+    def answer(self, text: str, sampling_params: SamplingParams) -> RequestOutput:
+        """Answer one user message (in the chat template)."""
+        output = self.generate(self.chat_ids(text), sampling_params)
+        assert isinstance(output, RequestOutput)
+        return output
 
     def chat_ids(self, text: str) -> list[int]:
         """Token ids of a user message in the model's chat template, ready to answer."""

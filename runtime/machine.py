@@ -66,8 +66,10 @@ def device_name(device: torch.device) -> str:
 
 @cache
 def prepare_allocator() -> None:
-    """Keep freed memory in the process: glibc returns large blocks to the kernel and takes them again, page fault by page
-    fault, at every step (a third of the time of small passes). Does nothing elsewhere."""
+    """Keep freed memory in the process; does nothing where there is no glibc.
+
+    By default glibc returns large blocks to the kernel and takes them again, page fault by page fault, at every step.
+    """
     try:
         libc = ctypes.CDLL("libc.so.6")
         m_trim_threshold, m_mmap_threshold = -1, -3

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtllm_forespark.models.registry import cache_home
+
 from trtllm_forespark.runtime.profile import Probe
 from trtllm_forespark.wcs.latency import LatencyTable, profile
 
@@ -27,7 +28,7 @@ def cached_path(identity: dict[str, str]) -> Path:
 
 
 def load_or_profile(llm: LLM, say: Say) -> LatencyTable:
-    """The table at ``llm.table_path`` if it is there (it must be for this device, model, drafter and dtype), else a new one."""
+    """The table at ``llm.table_path``, which must be for this device, model, drafter and dtype; else a new one."""
     path = llm.table_path
     if path.exists():
         return LatencyTable.load(path, expect=llm.identity)

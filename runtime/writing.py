@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from trtllm_forespark.models.transformer import PackedBatch
-from trtllm_forespark.runtime.request import SamplingParams
+from trtllm_forespark.runtime.request import Request, SamplingParams
 from trtllm_forespark.training.distill import Features, Generate
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def answers(llm: LLM, max_tokens: int, temperature: float, top_p: float, seed: i
     """Answer prompts (chat template) with a seed of their own each; yields them as they finish."""
 
     def write(prompts: Sequence[str]) -> Iterator[tuple[int, list[int], list[int], bool]]:
-        open_requests = {}
+        open_requests: dict[Hashable, tuple[int, Request]] = {}
         executor = llm.executor
         todo = list(enumerate(prompts))[::-1]
         while todo or open_requests:

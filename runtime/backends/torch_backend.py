@@ -72,7 +72,8 @@ class TorchBackend:
             self.device,
         )
         output = self.target.forward(packed, self.kv, self._tensor(batch.logits_at), self._capture)
-        if self.runner is not None:
+        assert output.logits is not None
+        if output.features is not None:
             self._last = _LastPass(output.features, packed.positions, packed.slots, batch.cu_lengths, batch.seats)
         return output.logits
 
@@ -83,7 +84,9 @@ class TorchBackend:
         if self._last is None:
             raise RuntimeError("commit without a pass to commit")
         last, self._last = self._last, None
-        rows, seats, ends = [], [], []
+        rows: list[int] = []
+        seats: list[int] = []
+        ends: list[int] = []
         for start, count, seat in zip(last.starts, kept, last.seats, strict=False):
             if count:
                 rows.extend(range(start, start + count))

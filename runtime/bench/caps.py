@@ -34,7 +34,7 @@ def measure_caps(
                 decode_once(llm, executor, batch, tokens, 0.0, point)
                 speed[load][cap] = speed[load].get(cap, 0.0) + point.throughput[0] / rounds
         say(f"caps: round {round_index + 1} of {rounds}")
-    caps = {load: max(by_cap, key=lambda cap, by_cap=by_cap: by_cap[cap]) for load, by_cap in speed.items()}
+    caps = {load: max(by_cap, key=by_cap.__getitem__) for load, by_cap in speed.items()}
     return {
         "caps": caps,
         "tok_s": {load: {c: round(v, 2) for c, v in by_cap.items()} for load, by_cap in speed.items()},

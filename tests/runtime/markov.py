@@ -1,8 +1,8 @@
 """A backend on a vocabulary so small that every sequence can be enumerated: target and drafter are Markov chains.
 
 It answers `Backend`, so the executor, the controller and every policy run over it as over a real model, thousands of
-times a second. The next token's logits depend on the token before, so a draft accepted at the wrong place, or a residual of
-the wrong row, shows in the joint distribution of a sequence.
+times a second. The next token's logits depend on the token before, so a draft accepted at the wrong place, or a
+residual of the wrong row, shows in the joint distribution of a sequence.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from trtllm_forespark.wcs.controller import WcsController
+from trtllm_forespark.wcs.policies import make_policy
 
 from trtllm_forespark.drafters.base import DrafterSpec, Proposer
 from trtllm_forespark.runtime.backends.base import DraftBatch, TargetBatch
 from trtllm_forespark.runtime.executor import Executor, ExecutorConfig
-from trtllm_forespark.wcs.controller import WcsController
 from trtllm_forespark.wcs.latency import LatencyTable
-from trtllm_forespark.wcs.policies import make_policy
 from trtllm_forespark.wcs.stages import Draft, Estimate
 from trtllm_forespark.wcs.survival import triangle_to_survival
 
@@ -30,11 +30,11 @@ CONFIDENCE = torch.sigmoid(torch.randn(VOCAB, generator=_tables) + 0.5)
 
 # Drafting is cheap and comes in buckets (so WCS over-drafts), verification costs by the token (so it drops).
 TABLE = LatencyTable.from_functions(
-    verify=lambda n, t: 0.01 + 0.0011 * t,
-    draft=lambda n, t: 0.001 + 0.0004 * (-(-t // 8)),
+    verify=lambda n, t: 0.01 + 0.0003 * t,
+    draft=lambda n, t: 0.001 + 0.00001 * t,
     requests=[1, 256],
     verify_tokens=list(range(1, 1400, 3)),
-    draft_tokens=[8, 16, 32, 64, 128, 256, 512, 1024, 1400],
+    draft_tokens=[16, 64, 128, 256, 512, 1400],
 )
 
 
@@ -43,7 +43,12 @@ class MarkovBackend:
 
     max_seq_len, vocab_size, page_size, num_pages = 64, VOCAB, 4, 4096
 
-    def __init__(self) -> None:
+    def __init__(self, perfect: bool = False) -> None:
+        """perfect: the drafter's scores are the target's own logits."""
+        self.candidates, self.draft_scores = CANDIDATES, SCORES
+        if perfect:
+            top = TARGET.topk(4, dim=-1)
+            self.candidates, self.draft_scores = top.indices, top.values
         self.spec = DrafterSpec("markov", BLOCK, "request", False, 1, (), 64)
         self.passes: list[tuple[int, int]] = []
         self.kept: list[Sequence[int]] = []
@@ -74,15 +79,20 @@ class MarkovBackend:
             rows = cu[who] + j - 1
             running[who] = running[who] * CONFIDENCE[last[who]]
             survival[who, j - 1] = running[who]
-            candidates = CANDIDATES[last[who]]
-            choice, qs[rows] = propose(SCORES[last[who]], candidates, who, j)
+            candidates = self.candidates[last[who]]
+            choice, qs[rows] = propose(self.draft_scores[last[who]], candidates, who, j)
             last[who] = candidates.gather(1, choice[:, None])[:, 0]
             tokens[rows], ids[rows] = last[who], candidates
         return Draft(tokens, cu, ids, qs, survival)
 
 
 def make_executor(
-    policy: str, max_batch_size: int = 64, max_num_tokens: int = 1024, seed: int = 3, **settings
+    policy: str,
+    max_batch_size: int = 64,
+    max_num_tokens: int = 1024,
+    seed: int = 3,
+    perfect: bool = False,
+    **settings,
 ) -> Executor:
     controller = WcsController(make_policy(policy, **settings), TABLE, block=BLOCK)
-    return Executor(MarkovBackend(), controller, ExecutorConfig(max_batch_size, max_num_tokens, seed))
+    return Executor(MarkovBackend(perfect), controller, ExecutorConfig(max_batch_size, max_num_tokens, seed))

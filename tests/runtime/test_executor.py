@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from trtllm_forespark.wcs.controller import WcsController
+from trtllm_forespark.wcs.policies import make_policy
 
 from trtllm_forespark.runtime.executor import Executor, ExecutorConfig
 from trtllm_forespark.runtime.request import Request, SamplingParams, Status
-from trtllm_forespark.wcs.controller import WcsController
-from trtllm_forespark.wcs.policies import make_policy
 
 from .chain import TARGET, VOCAB
 from .markov import BLOCK, TABLE, MarkovBackend, make_executor
@@ -52,16 +52,16 @@ def test_max_tokens_is_exact(policy: str, count: int) -> None:
 
 def test_an_end_token_in_the_middle_of_a_block_ends_there() -> None:
     """CASES 10, 11: nothing after it is emitted or counted."""
-    chain = greedy_chain(0, 12)
-    end = next(t for i, t in enumerate(chain) if i >= 2 and t not in chain[:i])
-    executor = make_executor("full")
+    chain = greedy_chain(5, 12)
+    end = chain[2]
+    assert chain.index(end) == 2, "the end must come in the middle of the first block"
+    executor = make_executor("full", perfect=True)
     streamed: list[int] = []
-    r = request("a", max_tokens=12, eos=frozenset({end}), callback=lambda _, tokens: streamed.extend(tokens))
+    r = request("a", [5], max_tokens=12, eos=frozenset({end}), callback=lambda _, tokens: streamed.extend(tokens))
     run(executor, r)
-    assert r.output_ids == chain[: chain.index(end) + 1] == streamed
+    assert r.output_ids == chain[:3] == streamed
     assert r.finish_reason == "stop"
-    assert executor.metrics.emitted == len(r.output_ids) - 1  # the first token came from prefill
-    assert executor.metrics.accepted <= len(r.output_ids)
+    assert executor.metrics.steps == 1 and executor.metrics.accepted == executor.metrics.emitted == 2
 
 
 def test_chunked_prefill_keeps_every_step_within_its_tokens() -> None:

@@ -1,0 +1,122 @@
+"""SmolLM2 with its shipped drafter: every policy writes what autoregressive decoding writes, token for token (rule 4)."""
+
+from __future__ import annotations
+
+import pytest
+
+from trtllm_forespark import LLM, SamplingParams
+from trtllm_forespark.models.registry import RegistryError, locate_model
+from trtllm_forespark.runtime.bench.prompts import load_prompts
+from trtllm_forespark.runtime.executor import Executor
+from trtllm_forespark.wcs.latency import LatencyTable
+
+POLICIES = ["full", "batchwise", "adaptive", "wcs", "wcs-single-curve", "exhaustive"]
+SETTINGS: dict[str, dict] = {"batchwise": {"caps": {1: 3, 4: 2, 12: 1}}}
+
+pytestmark = pytest.mark.model
+
+
+def make_llm(**settings) -> LLM:
+    try:
+        locate_model("smollm2-135m")
+    except RegistryError as error:
+        pytest.skip(str(error))
+    llm = LLM("smollm2-135m", policy="ar", dtype="float32", device="cpu", max_batch_size=16, **settings)
+    # A table of its own, so that what is drafted does not depend on this machine: drafts pay, less so under load.
+    llm.table = LatencyTable.from_functions(
+        verify=lambda n, t: 0.030 + 0.0015 * max(0, t - 4),
+        draft=lambda n, t: 0.004 + 0.0002 * t,
+        requests=[1, 16],
+        verify_tokens=[1, 4, 8, 16, 32, 64, 128, 256, 1024],
+        draft_tokens=[2, 8, 32, 128, 512],
+        interpolation="linear",
+        **llm.identity,
+    )
+    return llm
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return make_llm()
+
+
+def write(llm: LLM, executor: Executor, prompts: list[str], tokens: int, every: int = 0) -> list[list[int]]:
+    """Answers of prompts submitted together, or one at each ``every`` steps while the others decode."""
+    requests = [llm.request(llm.chat_ids(p), SamplingParams(max_tokens=tokens + i % 5)) for i, p in enumerate(prompts)]
+    for request in requests:
+        executor.submit(request)
+        for _ in range(every):
+            executor.step()
+    executor.run()
+    executor.scheduler.check()
+    assert all(r.finish_reason in ("length", "stop") for r in requests)
+    return [r.output_ids for r in requests]
+
+
+def own_prompts(count: int) -> list[str]:
+    return [p["prompt"] for p in load_prompts()][:count]
+
+
+def check(llm: LLM, count: int, tokens: int, batches: tuple[int, ...]) -> None:
+    prompts = own_prompts(count)
+    ar = llm.new_executor("ar")
+    expected = [answer for p in prompts for answer in write(llm, ar, [p], tokens + prompts.index(p) % 5)]
+    for batch in batches:
+        for policy in POLICIES:
+            if policy == "exhaustive" and batch > 5:
+                continue
+            executor = llm.new_executor(policy, **SETTINGS.get(policy, {}))
+            got: list[list[int]] = []
+            for start in range(0, count, batch):
+                group = prompts[start : start + batch]
+                # Lengths cycle by the place in the group; cut to the reference's own length below.
+                got += write(llm, executor, group, tokens, every=1 if batch > 1 else 0)
+            for prompt, mine, reference in zip(prompts, got, expected, strict=True):
+                shared = min(len(mine), len(reference))
+                assert mine[:shared] == reference[:shared], (policy, batch, prompt)
+                assert shared >= min(tokens, len(reference))
+            assert executor.metrics.accepted > 0, f"{policy} must really speculate for this test to mean anything"
+
+
+def test_every_policy_writes_what_autoregressive_decoding_writes(llm: LLM) -> None:
+    check(llm, count=5, tokens=20, batches=(5,))
+
+
+@pytest.mark.full
+def test_every_policy_writes_the_same_on_32_prompts(llm: LLM) -> None:
+    check(llm, count=32, tokens=64, batches=(1, 5, 16))
+
+
+def test_draft_lengths_differ_within_a_step(llm: LLM) -> None:
+    executor = llm.new_executor("wcs")
+    write(llm, executor, own_prompts(8), 16)
+    assert executor.metrics.varied / executor.metrics.steps > 0.5
+    assert executor.metrics.drafted > executor.metrics.verified > executor.metrics.accepted > 0
+
+
+def test_a_seeded_answer_repeats_in_any_batch(llm: LLM) -> None:
+    prompts = own_prompts(4)
+    params = SamplingParams(max_tokens=16, temperature=0.8, top_p=0.95, seed=7)
+    texts = []
+    for neighbours in (0, 3):
+        llm.executor = llm.new_executor("wcs")
+        others = [SamplingParams(max_tokens=20, temperature=1.0)] * neighbours
+        outputs = llm.generate([llm.chat_ids(p) for p in prompts[: neighbours + 1]], [params, *others])
+        texts.append(outputs[0].outputs[0].token_ids)
+    assert texts[0] == texts[1]
+
+
+def test_generate_takes_text_ids_and_lists_and_streams(llm: LLM) -> None:
+    llm.executor = llm.new_executor("wcs")
+    streamed: list[int] = []
+    one = llm.generate("The capital of France is", SamplingParams(max_tokens=8), on_tokens=lambda _, t: streamed.extend(t))
+    same = llm.generate(llm.tokenizer.encode("The capital of France is"), SamplingParams(max_tokens=8))
+    assert one.outputs[0].token_ids == same.outputs[0].token_ids == streamed
+    assert one.outputs[0].text == llm.tokenizer.decode(streamed) and "Paris" in one.outputs[0].text
+    assert one.finished and one.outputs[0].finish_reason == "length"
+    assert llm.generate([]) == []
+    with pytest.raises(ValueError, match="2 sampling_params for 1 prompts"):
+        llm.generate(["a"], [SamplingParams(), SamplingParams()])
+    with pytest.raises(ValueError, match="empty"):
+        llm.generate([[]])
+    assert llm.executor.idle
