@@ -77,7 +77,8 @@ def train(args: argparse.Namespace) -> int:
     final = trainer.run(lambda line: say(json.dumps(line)))
     save_drafter(output, trainer.model)
     print(
-        f"{output}: acceptance length {final['held']['acceptance_length']} on held-out texts (teacher-forced); now `forespark calibrate --drafter {output} --prompts …`"
+        f"{output}: acceptance length {final['held']['acceptance_length']} on held-out texts (teacher-forced); "
+        f"now `forespark calibrate --drafter {output} --prompts …`"
     )
     return 130 if final["interrupted"] else 0
 

@@ -213,5 +213,5 @@ def test_checkpoints_round_trip_and_wrong_ones_say_what_is_wrong(tmp_path) -> No
     with pytest.raises(ValueError, match="damaged or truncated"):
         load_drafter(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="model.safetensors is missing"):
+    with pytest.raises(ValueError, match=r"model\.safetensors is missing"):
         load_drafter(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -170,19 +171,19 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path) -> None:
     whole = make_trainer(tmp_path / "whole", store)
     for _ in range(6):
         whole.step()
-        whole.progress["step"] += 1
+        whole.progress.step += 1
     from trtllm_forespark.training.state import save_state
 
     first = make_trainer(tmp_path / "parts", store)
     for _ in range(3):
         first.step()
-        first.progress["step"] += 1
-    save_state(tmp_path / "parts", first.model, first.optimizer, first.progress)
+        first.progress.step += 1
+    save_state(tmp_path / "parts", first.model, first.optimizer, dataclasses.asdict(first.progress))
     second = make_trainer(tmp_path / "parts", store)
-    assert second.progress["step"] == 3
+    assert second.progress.step == 3
     for _ in range(3):
         second.step()
-        second.progress["step"] += 1
+        second.progress.step += 1
     for (name, a), b in zip(whole.model.named_parameters(), second.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5, msg=name)
 

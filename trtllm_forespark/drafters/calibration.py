@@ -58,6 +58,7 @@ class Calibration:
             arrays[name] = np.asarray(values, np.float32)
             if arrays[name].shape != (length,) or not np.isfinite(arrays[name]).all():
                 raise ValueError(
-                    f"{path}: {name} needs {length} finite numbers, has shape {arrays[name].shape}; run `forespark calibrate` again"
+                    f"{path}: {name} needs {length} finite numbers, has shape {arrays[name].shape}; "
+                    "run `forespark calibrate` again"
                 )
         return cls(**arrays, source=data.get("source", ""))

@@ -191,7 +191,8 @@ class DFlash2(nn.Module):
         self, layer: int, context: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [T, kv_heads, d] that the context features [T, H] give draft layer ``layer``."""
-        return self.layers[layer].self_attn.keys_values(context, *rotary)
+        attention: DraftAttention = self.layers[layer].self_attn  # type: ignore[assignment]
+        return attention.keys_values(context, *rotary)
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
@@ -205,7 +206,7 @@ class DFlash2(nn.Module):
     def forward(
         self, blocks: torch.Tensor, slot_index: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """Packed blocks [S, H] with in-block index and true position a slot -> hidden states h [S, H] after the norm."""
+        """Packed blocks [S, H], in-block index and true position of each slot -> h [S, H] after the norm."""
         rotary = self.rotary(positions)
         x = blocks
         for index, layer in enumerate(self.layers):

@@ -125,7 +125,7 @@ def write_features(
     seed: int = 0,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Run the target once over every text into a `FeatureStore`, texts in a seeded random order; goes on where it stopped."""
+    """Run the target over every text once, in a seeded random order, into a `FeatureStore`; resumable."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     order = np.random.default_rng(seed).permutation(len(texts))

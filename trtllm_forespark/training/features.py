@@ -35,7 +35,7 @@ class FeatureStore:
         for name in ("tokens.npy", "index.npz", "hidden.f16", "topi.u16", "topp.f16"):
             if not (self.folder / name).exists():
                 raise FileNotFoundError(
-                    f"feature store {self.folder}: {name} is missing; run `forespark train` without --features to make it"
+                    f"feature store {self.folder}: {name} is missing; run `forespark train` to make it"
                 )
         index = np.load(self.folder / "index.npz")
         self.token_offsets, self.response_offsets = index["tok_off"], index["resp_off"]

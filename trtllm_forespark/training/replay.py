@@ -110,5 +110,6 @@ class Replay:
             previous[active] = accepted
             anchors[active] = at + accepted + 1
             report(int(sum(len(p[2]) for p in parts)))
-        pre, post, accepted, labelled, before = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return Trace(length, pre.astype(np.float32), post.astype(np.float32), accepted, labelled, before)
+        columns = (np.concatenate(column) for column in zip(*parts, strict=True))
+        all_pre, all_post, accepted, labelled, before = columns
+        return Trace(length, all_pre.astype(np.float32), all_post.astype(np.float32), accepted, labelled, before)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,6 +54,15 @@ class StepResult:
     anchors: int
 
 
+@dataclass
+class Progress:
+    """How far a run is, over all its resumptions. seconds of training, anchors trained on."""
+
+    step: int = 0
+    seconds: float = 0.0
+    anchors: int = 0
+
+
 class Trainer:
     """Holds a model, its optimiser and a store; `run` trains until the minutes are used or a signal comes."""
 
@@ -75,8 +85,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=settings.weight_decay, fused=True
         )
-        self.progress = {"step": 0, "seconds": 0.0, "anchors": 0}
-        self.progress.update(load_state(self.output, self.model, self.optimizer) or {})
+        self.progress = Progress(**(load_state(self.output, self.model, self.optimizer) or {}))
         self.head = embedding[self.model.d2t]
         self.t2d = torch.full((config.vocab_size,), -1).index_put((self.model.d2t,), torch.arange(len(self.model.d2t)))
 
@@ -151,7 +160,7 @@ class Trainer:
         return loss, StepResult(losses, draft.matched, targets.valid, len(batch.anchor_tokens))
 
     def step(self) -> StepResult:
-        settings, step = self.settings, self.progress["step"]
+        settings, step = self.settings, self.progress.step
         rng = np.random.default_rng((settings.seed, step))
         available = self.store.finished() - settings.held
         if available < settings.texts:
@@ -163,7 +172,7 @@ class Trainer:
         batch = sample_anchors(texts, settings.anchors, self.model.config.block, rng)
         block = self.model.config.block
         length = block if step % block == 0 else step % block  # K, 1, ..., K - 1
-        share = self.progress["seconds"] / (60.0 * settings.minutes)
+        share = self.progress.seconds / (60.0 * settings.minutes)
         loss, result = self.forward(batch, length, 0.9 if share >= settings.ce_share else 0.0)
         rate = settings.learning_rate * min(1.0, (step + 1) / settings.warmup_steps)
         rate *= 0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * min(1.0, share)))
@@ -179,7 +188,7 @@ class Trainer:
 
     # The run ----------------------------------------------------------------------------------------------------
 
-    def validate(self) -> dict[str, object]:
+    def validate(self) -> dict[str, Any]:
         """Teacher-forced greedy match on the held texts, by position, given that the positions before matched."""
         rng = np.random.default_rng(1)
         block = self.model.config.block
@@ -196,56 +205,56 @@ class Trainer:
         length = 1.0 + float(np.cumprod(conditional).sum())
         return {"acceptance_length": round(length, 4), "conditional": [round(c, 4) for c in conditional]}
 
-    def run(self, report: Callable[[dict], None] = lambda line: None) -> dict[str, object]:
+    def run(self, report: Callable[[dict], None] = lambda line: None) -> dict[str, Any]:
         """Train until ``minutes`` are used up (over resumed runs); every line of the log also goes to ``report``."""
         stop: list[int] = []
         previous = {
             s: signal.signal(s, lambda number, frame: stop.append(number)) for s in (signal.SIGINT, signal.SIGTERM)
         }
         progress, settings = self.progress, self.settings
-        started, base = time.monotonic(), progress["seconds"]
+        started, base = time.monotonic(), progress.seconds
         window: list[StepResult] = []
-        anchors_before, seconds_before = progress["anchors"], progress["seconds"]
+        anchors_before, seconds_before = progress.anchors, progress.seconds
         (self.output / "settings.json").write_text(
             json.dumps({"train": asdict(settings), "drafter": self.model.config.asdict()}, indent=1)
         )
         try:
-            while progress["seconds"] < 60.0 * settings.minutes and not stop:
+            while progress.seconds < 60.0 * settings.minutes and not stop:
                 window.append(self.step())
-                progress["step"] += 1
-                progress["anchors"] += window[-1].anchors
-                progress["seconds"] = base + time.monotonic() - started
-                if progress["step"] % settings.log_every == 0:
+                progress.step += 1
+                progress.anchors += window[-1].anchors
+                progress.seconds = base + time.monotonic() - started
+                if progress.step % settings.log_every == 0:
                     line = self._summary(window)
                     line["anchors_per_second"] = round(
-                        (progress["anchors"] - anchors_before) / (progress["seconds"] - seconds_before), 1
+                        (progress.anchors - anchors_before) / (progress.seconds - seconds_before), 1
                     )
-                    anchors_before, seconds_before, window = progress["anchors"], progress["seconds"], []
-                    if progress["step"] % settings.save_every == 0:
+                    anchors_before, seconds_before, window = progress.anchors, progress.seconds, []
+                    if progress.step % settings.save_every == 0:
                         line["held"] = self.validate()
-                        save_state(self.output, self.model, self.optimizer, progress)
+                        save_state(self.output, self.model, self.optimizer, asdict(progress))
                     self._log(line, report)
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        save_state(self.output, self.model, self.optimizer, progress)
+        save_state(self.output, self.model, self.optimizer, asdict(progress))
         final = {
-            "step": progress["step"],
-            "seconds": round(progress["seconds"], 1),
-            "anchors": progress["anchors"],
+            "step": progress.step,
+            "seconds": round(progress.seconds, 1),
+            "anchors": progress.anchors,
             "held": self.validate(),
             "interrupted": bool(stop),
         }
         self._log(final, report)
         return final
 
-    def _summary(self, window: list[StepResult]) -> dict[str, object]:
+    def _summary(self, window: list[StepResult]) -> dict[str, Any]:
         matched, valid = torch.cat([r.matched for r in window]), torch.cat([r.valid for r in window])
         share = (matched.float() * valid).sum(0) / valid.sum(0).clamp(min=1)
         return {
-            "step": self.progress["step"],
-            "seconds": round(self.progress["seconds"], 1),
-            "anchors": self.progress["anchors"],
+            "step": self.progress.step,
+            "seconds": round(self.progress.seconds, 1),
+            "anchors": self.progress.anchors,
             "texts": self.store.finished(),
             **{name: round(float(np.mean([r.losses[name] for r in window])), 4) for name in window[0].losses},
             "matched": [round(s, 3) for s in share.tolist()],
