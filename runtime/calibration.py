@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from trtllm_forespark.models.registry import locate_drafter
 
+from trtllm_forespark.models.registry import locate_drafter
 from trtllm_forespark.runtime.writing import answers, target_features
 from trtllm_forespark.training.calibrate import fit, judge
 from trtllm_forespark.training.replay import Replay, Text, Trace
@@ -40,7 +40,7 @@ def calibrate(
     Greedy, every drafted position verified. Returns {"calibration": file, "report": …}.
     """
     runner = llm.backend.runner
-    if runner is None:
+    if runner is None or llm.drafter_name is None:
         raise ValueError("calibrate needs a drafter; give --drafter")
     if len(prompts) < 12:
         raise ValueError(f"calibration needs at least 12 prompts, got {len(prompts)}")

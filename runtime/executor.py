@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from trtllm_forespark.wcs.controller import WcsController
 
 from trtllm_forespark.runtime.backends.base import Backend, DraftBatch, TargetBatch
 from trtllm_forespark.runtime.batch import BatchScheduler, StepWork, known_tokens, prefill_goal
@@ -22,6 +21,7 @@ from trtllm_forespark.runtime.noise import Streams
 from trtllm_forespark.runtime.request import Request, Status, cut
 from trtllm_forespark.runtime.sampling import SamplingRows, propose
 from trtllm_forespark.runtime.verify import Verified, verify
+from trtllm_forespark.wcs.controller import WcsController
 from trtllm_forespark.wcs.stages import Draft, Estimate, Plan, Selection
 
 

@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from trtllm_forespark.models.registry import default_drafter, load_model, locate_drafter
-from trtllm_forespark.wcs.controller import WcsController
-from trtllm_forespark.wcs.policies import make_policy
-from trtllm_forespark.wcs.survival import prefix_survival
 
 from trtllm_forespark.config import EngineConfig
 from trtllm_forespark.drafters.checkpoint import load_drafter
+from trtllm_forespark.models.registry import default_drafter, load_model, locate_drafter
 from trtllm_forespark.runtime import tables
 from trtllm_forespark.runtime.backends.torch_backend import TorchBackend
 from trtllm_forespark.runtime.executor import Executor, ExecutorConfig
 from trtllm_forespark.runtime.machine import choose_device, choose_dtype, prepare_allocator
 from trtllm_forespark.runtime.request import Request, RequestOutput, SamplingParams
+from trtllm_forespark.wcs.controller import WcsController
 from trtllm_forespark.wcs.latency import LatencyTable
+from trtllm_forespark.wcs.policies import make_policy
+from trtllm_forespark.wcs.survival import prefix_survival
 
 Prompt = str | Sequence[int]
 Say = Callable[[str], None]

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from trtllm_forespark.wcs.controller import WcsController
-from trtllm_forespark.wcs.policies import make_policy
 
 from trtllm_forespark.drafters.base import DrafterSpec, Proposer
 from trtllm_forespark.runtime.backends.base import DraftBatch, TargetBatch
 from trtllm_forespark.runtime.executor import Executor, ExecutorConfig
+from trtllm_forespark.wcs.controller import WcsController
 from trtllm_forespark.wcs.latency import LatencyTable
+from trtllm_forespark.wcs.policies import make_policy
 from trtllm_forespark.wcs.stages import Draft, Estimate
 from trtllm_forespark.wcs.survival import triangle_to_survival
 

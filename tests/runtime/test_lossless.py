@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from trtllm_forespark.wcs.controller import WcsController
-from trtllm_forespark.wcs.policies import make_policy
 
 from trtllm_forespark.runtime.executor import Executor, ExecutorConfig
 from trtllm_forespark.runtime.request import Request, SamplingParams
+from trtllm_forespark.wcs.controller import WcsController
+from trtllm_forespark.wcs.policies import make_policy
 
 from .chain import TARGET, VOCAB
 from .markov import BLOCK, TABLE, MarkovBackend, make_executor

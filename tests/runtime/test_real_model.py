@@ -1,4 +1,4 @@
-"""SmolLM2 with its shipped drafter: every policy writes what autoregressive decoding writes, token for token (rule 4)."""
+"""SmolLM2 with its shipped drafter: every policy writes what autoregressive decoding writes (rule 4)."""
 
 from __future__ import annotations
 
@@ -109,8 +109,9 @@ def test_a_seeded_answer_repeats_in_any_batch(llm: LLM) -> None:
 def test_generate_takes_text_ids_and_lists_and_streams(llm: LLM) -> None:
     llm.executor = llm.new_executor("wcs")
     streamed: list[int] = []
-    one = llm.generate("The capital of France is", SamplingParams(max_tokens=8), on_tokens=lambda _, t: streamed.extend(t))
-    same = llm.generate(llm.tokenizer.encode("The capital of France is"), SamplingParams(max_tokens=8))
+    eight = SamplingParams(max_tokens=8)
+    one = llm.generate("The capital of France is", eight, on_tokens=lambda _, t: streamed.extend(t))
+    same = llm.generate(llm.tokenizer.encode("The capital of France is"), eight)
     assert one.outputs[0].token_ids == same.outputs[0].token_ids == streamed
     assert one.outputs[0].text == llm.tokenizer.decode(streamed) and "Paris" in one.outputs[0].text
     assert one.finished and one.outputs[0].finish_reason == "length"
