@@ -24,6 +24,7 @@ def save_drafter(folder: Path, model: DFlash2, dtype: torch.dtype = torch.bfloat
         for name, tensor in model.state_dict().items()
     }
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it private to the user
 
 
 def load_drafter(folder: Path) -> tuple[DFlash2, Calibration]:
