@@ -47,17 +47,29 @@ def fit_temperatures(trace: Trace) -> np.ndarray:
 
 
 def fit_logistic(z: np.ndarray, happened: np.ndarray, ridge: float = 1.0) -> tuple[float, float]:
-    """a, b of sigmoid(a z + b) by Newton's method; the weak pull to (1, 0) keeps few or one-sided labels finite."""
-    weight = np.array([1.0, 0.0])
-    prior = weight.copy()
-    x = np.stack([z, np.ones_like(z)], 1)
-    for _ in range(50):
+    """a, b of sigmoid(a z + b) by Newton's method with backtracking (far from the optimum a full step overshoots).
+
+    The weak pull to (1, 0) keeps few or one-sided labels finite.
+    """
+    prior = np.array([1.0, 0.0])
+    x = np.stack([z, np.ones_like(z)], 1).astype(np.float64)
+
+    def loss(weight: np.ndarray) -> float:
+        score = x @ weight
+        return float((np.logaddexp(0, score) - happened * score).sum() + ridge / 2 * ((weight - prior) ** 2).sum())
+
+    weight, now = prior, loss(prior)
+    for _ in range(100):
         p = sigmoid(x @ weight)
         gradient = x.T @ (p - happened) + ridge * (weight - prior)
         hessian = (x * (p * (1 - p))[:, None]).T @ x + ridge * np.eye(2)
         change = np.linalg.solve(hessian, gradient)
-        weight -= change
-        if np.abs(change).max() < 1e-8:
+        step = 1.0
+        while step > 1e-6 and loss(weight - step * change) > now:
+            step /= 2
+        weight = weight - step * change
+        now = loss(weight)
+        if np.abs(step * change).max() < 1e-8:
             break
     return float(weight[0]), float(weight[1])
 
