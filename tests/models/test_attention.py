@@ -86,6 +86,18 @@ def test_only_prefill():
     assert not plan.short
 
 
+def test_one_long_request_among_short_ones():
+    plan = Case([1] * 9, [160, *range(1, 9)], 4).check()
+    assert plan.short == 9 and not plan._even
+
+
+def test_stale_nan_in_free_pages_is_never_read():
+    for contexts in ([33, 20], [160, *[3] * 9]):
+        case = Case([1] * len(contexts), contexts, 16, pages=range(1, 60))
+        case.kv.k[0, 0] = case.kv.v[0, 0] = float("nan")
+        case.check()
+
+
 def test_one_page_a_request_in_order_needs_no_merge():
     plan = Case([1, 1, 1], [4, 16, 9], 16).check()
     assert plan.dense and plan._in_order

@@ -107,13 +107,17 @@ class AttentionPlan:
         rows = cu[short][:, None] + np.where(real, column, 0)
         self._rows = self._to(rows[owner_of, 0] if width == 1 else rows.reshape(-1))
         self._first_key, self._visible = self._to(first_key), self._to(np.where(real, seen[rows], 0))
-        # Merging a request's pages: its entries as a padded table (only their maxima are read through it).
-        self._merge = bool((need > 1).any())
+        # Merging a request's pages: its entries as a table, rows padded with the last of them.
         self._in_order = np.array_equal(owner_of, np.arange(count))  # page i is request i's only one: nothing to merge
         most = int(need.max())
+        padded = np.arange(most) >= need[:, None]
         starts = np.cumsum(need) - need
-        picks = starts[:, None] + np.minimum(np.arange(most), need[:, None] - 1)
-        self._table = self._to(slot[picks])
+        self._table = self._to(slot[starts[:, None] + np.minimum(np.arange(most), need[:, None] - 1)])
+        self._even = count * most <= 2 * entries + 8
+        self._padding = None
+        if padded.any():
+            self._padding = torch.zeros(count, most, 1).masked_fill_(torch.from_numpy(padded)[..., None], _MASKED)
+            self._padding = self._padding.to(self.device)
         # Pages in the prefix that belong to nobody here add to a row of their own, whatever they hold (even NaN).
         sink = np.full(total, count, np.int64)
         sink[slot] = owner
@@ -174,36 +178,43 @@ class AttentionPlan:
 
         mask = self._mask(kv_heads, group)
         if dtype == torch.float32:
-            scores = torch.baddbmm(
-                mask, rows, k.transpose(1, 2), alpha=scale
-            )  # [pages * kv_heads, width * group, page]
+            scores = torch.baddbmm(mask, rows, k.transpose(1, 2), alpha=scale)
         else:
             scores = torch.bmm(rows, k.transpose(1, 2)).float().mul_(scale).add_(mask)
-        top = scores.amax(-1, keepdim=True)
-        weights = scores.sub_(top).exp_()
-        total_weight = weights.sum(-1)
-        partial = torch.bmm(weights.to(dtype), v).float()
-
-        lanes = kv_heads * width * group
-        top, total_weight, partial = (
-            top.view(total, lanes),
-            total_weight.view(total, lanes),
-            partial.view(total, lanes, dim),
-        )
+        # scores: [pages * kv_heads, width * group, page_size]. The largest weight is 1 / sum exp(score - top), so the
+        # log-sum-exp costs no second exponential (which is slow on CPU where scores are masked).
+        weights = scores.softmax(-1)
+        lse = (scores.amax(-1) - weights.amax(-1).log_()).view(total, -1)
+        out = torch.bmm(weights.to(dtype), v).float().view(total, -1, dim)
         if not self._in_order:
-            peak = top[self._table].amax(1) if self._merge else top[self._table[:, 0]]
-            factor = (top - peak.index_select(0, self._owner)).exp_()
-            partial = _segment_sum(partial.mul_(factor.unsqueeze(-1)), self._sink, self.short)
-            total_weight = _segment_sum(total_weight.mul_(factor), self._sink, self.short)
-            top = peak
-        out = partial.div_(total_weight.unsqueeze(-1))
-        lse = total_weight.log_().add_(top)
+            out, lse = self._merge_even(out, lse) if self._even else self._merge_uneven(out, lse)
         if width > 1:
             out = out.view(-1, kv_heads, width, group, dim).transpose(1, 2).reshape(-1, heads, dim)
             lse = lse.view(-1, kv_heads, width, group).transpose(1, 2).reshape(-1, heads)
         if self._source is not None:
             out, lse = out.index_select(0, self._source), lse.index_select(0, self._source)
         return out.to(query.dtype), lse
+
+    def _merge_even(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Merge out [pages, lanes, dim] and lse [pages, lanes] over each request's pages, through the padded table."""
+        most = self._table.shape[1]
+        entries = self._table.view(-1)
+        each = lse.index_select(0, entries).view(self.short, most, -1)
+        out = out.index_select(0, entries).view(self.short, most, *out.shape[1:])
+        if most == 1:
+            return out[:, 0], each[:, 0]
+        if self._padding is not None:
+            each = each + self._padding
+        share = each.softmax(1)
+        return out.mul_(share.unsqueeze(-1)).sum(1), each.amax(1) - share.amax(1).log_()
+
+    def _merge_uneven(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same where one long request would make the table mostly padding: sums by owner."""
+        peak = lse[self._table].amax(1)
+        share = (lse - peak.index_select(0, self._owner)).exp_()
+        out = _segment_sum(out.mul_(share.unsqueeze(-1)), self._sink, self.short)
+        whole = _segment_sum(share, self._sink, self.short)
+        return out.div_(whole.unsqueeze(-1)), whole.log_().add_(peak)
 
     def _mask(self, kv_heads: int, group: int) -> torch.Tensor:
         """Additive mask [pages * kv_heads, width * group, page_size], made at the first layer and kept."""
