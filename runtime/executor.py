@@ -19,7 +19,7 @@ from trtllm_forespark.runtime.kv_cache import KVCacheManager
 from trtllm_forespark.runtime.metrics import Metrics
 from trtllm_forespark.runtime.noise import Streams
 from trtllm_forespark.runtime.request import Request, Status, cut
-from trtllm_forespark.runtime.sampling import SamplingRows, propose
+from trtllm_forespark.runtime.sampling import Proposing, SamplingRows
 from trtllm_forespark.runtime.verify import Verified, verify
 from trtllm_forespark.wcs.controller import WcsController
 from trtllm_forespark.wcs.stages import Draft, Estimate, Plan, Selection
@@ -134,16 +134,8 @@ class Executor:
         lengths = np.asarray(plan.draft_lengths)
         if not lengths.any():
             return no_draft(len(work.decoding), self.block)
-        sampling = SamplingRows.of(work.decoding)
-
-        def propose_position(
-            scores: torch.Tensor, candidates: torch.Tensor, rows: torch.Tensor, position: int
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            shifted = sampling.select(rows).shift(position - 1)
-            choice, q, bad = propose(scores, candidates, shifted, self.streams.draft)
-            return choice.masked_fill(bad, -1), q
-
-        return self.backend.draft(self._draft_batch(work), lengths.tolist(), propose_position)
+        propose = Proposing(SamplingRows.of(work.decoding), self.streams.draft)
+        return self.backend.draft(self._draft_batch(work), lengths.tolist(), propose)
 
     def distribute(self, work: StepWork, plan: Plan, draft: Draft) -> Selection:
         """Stage 4: the budget goes to the positions most likely to survive (eq. 5), prefixes of every draft."""

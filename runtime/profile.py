@@ -9,6 +9,8 @@ import torch
 
 from trtllm_forespark.runtime.backends.base import DraftBatch, TargetBatch
 from trtllm_forespark.runtime.backends.torch_backend import TorchBackend
+from trtllm_forespark.runtime.request import Request
+from trtllm_forespark.runtime.sampling import Proposing, SamplingRows
 
 
 class Probe:
@@ -25,6 +27,7 @@ class Probe:
         if self.max_requests < 1:
             raise ValueError(f"the KV cache of {backend.num_pages} pages cannot hold one request of {context} tokens")
         self.rng = np.random.default_rng(0)
+        self.generator = torch.Generator(device=backend.device)
 
     def _tables(self, n: int) -> np.ndarray:
         return np.arange(n * self.pages).reshape(n, self.pages)
@@ -56,13 +59,10 @@ class Probe:
         lengths = [drafted // requests + (i < drafted % requests) for i in range(requests)]
         ids = self.rng.integers(0, self.backend.vocab_size, requests)
         batch = DraftBatch(ids.tolist(), [self.context] * requests, self._tables(requests), list(range(requests)))
-
-        def choose(scores: torch.Tensor, candidates: torch.Tensor, rows: torch.Tensor, position: int):
-            return scores.argmax(-1), torch.zeros_like(scores)
-
+        asking = [Request(id=i, prompt_ids=[0]) for i in range(requests)]
         self._wait()
         started = time.perf_counter()
-        self.backend.draft(batch, lengths, choose)
+        self.backend.draft(batch, lengths, Proposing(SamplingRows.of(asking), self.generator))
         self._wait()
         return time.perf_counter() - started
 

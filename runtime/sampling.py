@@ -223,5 +223,21 @@ def propose(scores: Tensor, candidates: Tensor, rows: SamplingRows, generator: t
     return Proposal(choice.masked_fill(bad, 0), q.masked_fill(bad[:, None], 0.0), bad)
 
 
+@dataclass(frozen=True)
+class Proposing:
+    """`propose` for a whole draft: what a drafter calls at each position with the requests that draft so far.
+
+    rows: [n], for the token after each anchor. generator: the draft stream. A bad row's choice is -1 (CASES 21).
+    """
+
+    rows: SamplingRows
+    generator: torch.Generator
+
+    def __call__(self, scores: Tensor, candidates: Tensor, rows: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        at = self.rows.select(rows).shift(position - 1)
+        choice, q, bad = propose(scores, candidates, at, self.generator)
+        return choice.masked_fill(bad, -1), q
+
+
 def _one_hot(index: Tensor, width: int) -> Tensor:
     return torch.zeros(len(index), width, device=index.device).scatter_(1, index[:, None], 1.0)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from trtllm_forespark import LLM, SamplingParams
 from trtllm_forespark.models.registry import RegistryError, locate_model
 from trtllm_forespark.runtime.bench.prompts import load_prompts
+from trtllm_forespark.runtime.calibration import greedy_texts
 from trtllm_forespark.runtime.executor import Executor
+from trtllm_forespark.training.replay import Replay
 from trtllm_forespark.wcs.latency import LatencyTable
 
 POLICIES = ["full", "batchwise", "adaptive", "wcs", "wcs-single-curve", "exhaustive"]
@@ -121,3 +124,23 @@ def test_generate_takes_text_ids_and_lists_and_streams(llm: LLM) -> None:
     with pytest.raises(ValueError, match="empty"):
         llm.generate([[]])
     assert llm.executor.idle
+
+
+@pytest.mark.parametrize("length", [2, 7])
+def test_calibrations_replay_visits_the_anchors_of_a_real_run(llm: LLM, length: int) -> None:
+    """The labels of calibration (appendix B) are those of a run at exactly that length and full verification."""
+    prompt = own_prompts(1)[0]
+    text = greedy_texts(llm, [prompt], 24, lambda line: None)[0]
+    trace = Replay(llm.backend.runner, [text]).run(length)
+    executor = llm.new_executor("batchwise", caps={1: length})
+    request = llm.request(llm.chat_ids(prompt), SamplingParams(max_tokens=24))
+    executor.submit(request)
+    accepted = []
+    while not request.finished:
+        before = request.accepted
+        if executor.step().decoding:
+            accepted.append(request.accepted - before)
+    assert text.tokens[text.prompt_length :].tolist() == request.output_ids
+    # The last steps differ: there a real run drafts no more than it may still emit.
+    shared = [a for a, end in zip(accepted, np.cumsum(np.array(accepted) + 1), strict=True) if end < 24 - length]
+    assert len(shared) > 2 and trace.accepted[: len(shared)].tolist() == shared
