@@ -51,7 +51,7 @@ def calibrate(
     traces = []
     for part in ([t for i, t in enumerate(texts) if i not in held], [t for i, t in enumerate(texts) if i in held]):
         by_length: dict[int, Trace] = {}
-        for chunk in _chunks(part, runner.kv.num_pages, runner.kv.page_size):
+        for chunk in page_chunks(part, runner.kv.num_pages, runner.kv.page_size):
             replay = Replay(runner, chunk)
             for length in lengths:
                 trace = replay.run(length)
@@ -72,7 +72,7 @@ def calibrate(
     return {"calibration": str(folder / "calibration.json"), "report": report}
 
 
-def _chunks(texts: list[Text], num_pages: int, page_size: int) -> list[list[Text]]:
+def page_chunks(texts: list[Text], num_pages: int, page_size: int) -> list[list[Text]]:
     """Texts in runs whose pages fit the drafter's pool."""
     chunks: list[list[Text]] = [[]]
     used = 0

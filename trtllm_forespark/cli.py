@@ -173,6 +173,24 @@ def bench_decode(args: argparse.Namespace) -> int:
     return 130 if result["interrupted"] else 0
 
 
+def bench_acceptance(args: argparse.Namespace) -> int:
+    from trtllm_forespark.runtime.bench import acceptance
+
+    drafters = names(args.drafters) if args.drafters else [None]
+    runs = []
+    for drafter in drafters:
+        llm = make_llm(args, policy="ar", **({"drafter": drafter} if drafter else {}))
+        runs.append(acceptance.run(llm, args.dataset, args.limit, args.tokens, say))
+    if args.json != "-":
+        for run in runs:
+            by_position = " ".join(f"{c:.2f}" for c in run["conditional_by_position"])
+            print(
+                f"{run['drafter']} on {run['dataset']}: acceptance length {run['acceptance_length']:.2f} ({by_position})"
+            )
+    write_json(args.json, {"runs": runs})
+    return 0
+
+
 def demo(args: argparse.Namespace) -> int:
     from trtllm_forespark.runtime import demo as module
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -143,6 +145,25 @@ def test_a_prompt_one_token_short_of_the_context_gives_one_token() -> None:
     r = request("a", prompt=[0] * 63, max_tokens=10)
     run(make_executor("wcs"), r)
     assert r.output_ids == greedy_chain(0, 1) and r.finish_reason == "length"
+
+
+def test_nothing_is_drafted_past_the_drafters_last_position() -> None:
+    """CASES 29."""
+    executor = make_executor("full")
+    backend = executor.backend
+    backend.spec = dataclasses.replace(backend.spec, max_position=10)
+    furthest = []
+    draft = backend.draft
+
+    def watched(batch, lengths, propose):
+        furthest.append(max(p + d for p, d in zip(batch.positions, lengths, strict=True)))
+        return draft(batch, lengths, propose)
+
+    backend.draft = watched
+    r = request("a", max_tokens=30)
+    run(executor, r)
+    assert r.output_ids == greedy_chain(0, 30)
+    assert furthest and max(furthest) == 9, "up to the last position, and not beyond"
 
 
 def test_cancelling_waiting_and_running_requests_frees_everything_once() -> None:
