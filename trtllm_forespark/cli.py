@@ -257,6 +257,9 @@ def build_parser() -> argparse.ArgumentParser:
     made = add(bench, "decode", bench_decode, "closed batches, decode only, all policies in one run")
     _lazy(made, "decode")
     add_engine_arguments(made, policy=False)
+    made = add(bench, "acceptance", bench_acceptance, "acceptance length and acceptance by position")
+    _lazy(made, "acceptance")
+    add_engine_arguments(made, policy=False)
     made = add(
         bench, "scheduler", bench_scheduler, "the host's decision: time and goodput lost against exhaustive search"
     )
