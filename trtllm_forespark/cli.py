@@ -184,9 +184,7 @@ def bench_acceptance(args: argparse.Namespace) -> int:
     if args.json != "-":
         for run in runs:
             by_position = " ".join(f"{c:.2f}" for c in run["conditional_by_position"])
-            print(
-                f"{run['drafter']} on {run['dataset']}: acceptance length {run['acceptance_length']:.2f} ({by_position})"
-            )
+            print(f"{run['drafter']} on {run['dataset']}: {run['acceptance_length']:.2f} ({by_position})")
     write_json(args.json, {"runs": runs})
     return 0
 
