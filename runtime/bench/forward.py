@@ -143,7 +143,8 @@ def _time(backend: TorchBackend, run: Callable[[], object], seconds: float) -> d
         for linear, rows in calls:
             linear(inputs[linear.in_features, rows])
 
-    run(), products()
+    run()
+    products()
     times: tuple[list[float], list[float]] = ([], [])
     end = time.perf_counter() + seconds
     while len(times[0]) < 5 or (time.perf_counter() < end and len(times[0]) < 1000):
