@@ -49,7 +49,7 @@ class Executor:
             backend.max_seq_len,
         )
         self.requests: dict[object, Request] = {}
-        self.streams = Streams.new("cpu", self.config.seed)
+        self.streams = Streams.new(backend.device, self.config.seed)
         self.metrics = Metrics()
 
     # Requests ----------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class Executor:
         lengths = np.asarray(plan.draft_lengths)
         if not lengths.any():
             return no_draft(len(work.decoding), self.block)
-        propose = Proposing(SamplingRows.of(work.decoding), self.streams.draft)
+        propose = Proposing(SamplingRows.of(work.decoding, self.backend.device), self.streams.draft)
         return self.backend.draft(self._draft_batch(work), lengths.tolist(), propose)
 
     def distribute(self, work: StepWork, plan: Plan, draft: Draft) -> Selection:
@@ -175,7 +175,8 @@ class Executor:
         extra = len(sampled) - len(work.decoding)
         all_verified = torch.tensor(verified + [0] * extra, dtype=torch.int64)
         padded = replace(draft, cu_lengths=torch.cat([draft.cu_lengths, draft.cu_lengths[-1:].expand(extra)]))
-        return verify(padded, all_verified, logits, SamplingRows.of(sampled), self.streams.verify)
+        rows = SamplingRows.of(sampled, self.backend.device)
+        return verify(padded, all_verified, logits, rows, self.streams.verify)
 
     def commit(self, work: StepWork, draft: Draft, selection: Selection, verified: Verified) -> None:
         """Hand out tokens, keep what was accepted in the caches, end what is at its end."""
@@ -206,11 +207,12 @@ class Executor:
             else:
                 request.output_ids.extend(tokens)
             if failed[i] and reason is None:
+                self.backend.clear(self.scheduler.cache.pages(request.id))
                 self._finish(request, "error", "the target's logits were not finite")
             elif reason is not None:
                 self._finish(request, reason, new_tokens=tokens)
-            elif tokens and request.callback:
-                request.callback(request, tokens)
+            elif tokens:
+                self._deliver(request, tokens)
         if n:
             self.metrics.count(drafted, budget, counted, emitted)
 
@@ -242,8 +244,18 @@ class Executor:
         self.scheduler.release(request)
         self.controller.forget(request.key)
         del self.requests[request.id]
-        if request.callback:
-            request.callback(request, new_tokens or [])
+        self._deliver(request, new_tokens or [])
+
+    def _deliver(self, request: Request, tokens: list[int]) -> None:
+        """Call a request's callback; one that raises ends its own request, never the step of the others."""
+        if request.callback is None:
+            return
+        try:
+            request.callback(request, tokens)
+        except Exception as error:
+            request.callback = None
+            if not request.finished:
+                self._finish(request, "error", f"its callback raised {error!r}")
 
 
 def no_draft(n: int, block: int) -> Draft:

@@ -44,6 +44,7 @@ class Backend(Protocol):
     """Owns the weights, the KV storage and the drafter's context; knows nothing of requests or policies."""
 
     spec: DrafterSpec | None
+    device: torch.device
     max_seq_len: int
     vocab_size: int
     page_size: int
@@ -55,6 +56,10 @@ class Backend(Protocol):
 
     def commit(self, kept: Sequence[int]) -> None:
         """Of the batch just run, keep the first kept[r] tokens of each request r in the drafter's context."""
+        ...
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Wipe pages that may hold non-finite values, before another request gets them."""
         ...
 
     def estimate(self, batch: DraftBatch) -> Estimate:

@@ -98,6 +98,12 @@ class TorchBackend:
         context = self.runner.extend(last.features[index], last.positions[index], last.slots[index])
         self._context[self._tensor(seats)] = context[self._tensor(ends)]
 
+    @torch.inference_mode()
+    def clear(self, pages: Sequence[int]) -> None:
+        for kv in (self.kv, self.runner.kv if self.runner else None):
+            if kv is not None:
+                kv.clear(self._tensor(pages))
+
     def _draft_context(self, batch: DraftBatch) -> DraftContext:
         return DraftContext(
             anchors=self._tensor(batch.anchors),

@@ -42,6 +42,7 @@ class MarkovBackend:
     """See `Backend`. Keeps no cache: the newest token says everything."""
 
     max_seq_len, vocab_size, page_size, num_pages = 64, VOCAB, 4, 4096
+    device = torch.device("cpu")
 
     def __init__(self, perfect: bool = False) -> None:
         """perfect: the drafter's scores are the target's own logits."""
@@ -52,6 +53,7 @@ class MarkovBackend:
         self.spec = DrafterSpec("markov", BLOCK, "request", False, 1, (), 64)
         self.passes: list[tuple[int, int]] = []
         self.kept: list[Sequence[int]] = []
+        self.cleared: list[int] = []
 
     def forward(self, batch: TargetBatch) -> torch.Tensor:
         self.passes.append((len(batch.seats), len(batch.token_ids)))
@@ -59,6 +61,9 @@ class MarkovBackend:
 
     def commit(self, kept: Sequence[int]) -> None:
         self.kept.append(kept)
+
+    def clear(self, pages: Sequence[int]) -> None:
+        self.cleared += pages
 
     def estimate(self, batch: DraftBatch) -> Estimate:
         anchors = np.asarray(batch.anchors)

@@ -200,6 +200,7 @@ def test_a_nan_row_ends_its_own_request_with_an_error_and_no_other() -> None:
     good = request("good", prompt=[sound[0]], max_tokens=12)
     run(executor, bad, good)
     assert bad.finish_reason == "error" and "not finite" in (bad.error or "") and bad.output_ids == []
+    assert executor.backend.cleared, "its pages are wiped before another request gets them"
     assert good.output_ids == greedy_chain(sound[0], 12)
 
 
@@ -217,6 +218,19 @@ def test_streaming_delivers_each_token_once_and_the_end_once() -> None:
     run(executor, *requests)
     assert all(streamed[r.id] == r.output_ids for r in requests)
     assert sorted(endings) == [0, 1, 2, 3, 4]
+
+
+def test_a_callback_that_raises_ends_its_own_request_alone() -> None:
+    executor = make_executor("wcs")
+
+    def raises(r: Request, tokens: list[int]) -> None:
+        raise OSError("the client is gone")
+
+    gone = request("gone", max_tokens=12, callback=raises)
+    here = request("here", max_tokens=12)
+    run(executor, gone, here)
+    assert gone.finish_reason == "error" and "the client is gone" in (gone.error or "")
+    assert here.output_ids == greedy_chain(0, 12)
 
 
 @pytest.mark.parametrize("policy", ["ar", "full", "adaptive", "wcs"])

@@ -146,7 +146,7 @@ class DFlash2Runner:
             none = torch.zeros(0, dtype=torch.int64, device=device)
             empty = none.view(0, 1)
             cu = torch.zeros(n + 1, dtype=torch.int64, device=device)
-            return Draft(none, cu, empty, empty.float(), survival), post
+            return Draft(none, cu.cpu(), empty, empty.float(), survival.cpu()), post
         d = lengths[who]
         hidden, slot_index = self._hidden(context, who, d, page_table)
         drafted = slot_index > 0
@@ -195,7 +195,8 @@ class DFlash2Runner:
         cu[1:] = counts.cumsum(0)
         if len(kept) != len(tokens):
             tokens, candidates, proposal = tokens[kept], candidates[kept], proposal[kept]
-        return Draft(tokens, cu, candidates, proposal, survival), post
+        # The controller decides on the host: lengths and survival go there in one copy each.
+        return Draft(tokens, cu.cpu(), candidates, proposal, survival.cpu()), post
 
     def _hidden(
         self, context: DraftContext, who: torch.Tensor, d: torch.Tensor, page_table: np.ndarray
