@@ -19,9 +19,9 @@ QUESTION = "Explain in three sentences why the sky is blue."
 def run(make_llm: Callable[..., LLM], say: Callable[[str], None], quick: bool = False) -> dict[str, Any]:
     """Measure every policy (two rounds), then answer one question with WCS."""
     loads, tokens, rounds = ([1, 8], 24, 1) if quick else ([1, 4, 8, 16, 32], 48, 2)
-    llm = make_llm(policy="ar", max_batch_size=64)
+    llm = make_llm(policy="ar", max_batch_size=max(loads))
     say(f"{llm.config.model} with {llm.drafter_name} on {llm.identity['device']}, {llm.identity['dtype']}")
-    result = decode.run(llm, POLICIES, loads, tokens, rounds, say=say)
+    result = decode.run(llm, POLICIES, loads, tokens, rounds, requests=4, say=say)
     executor = llm.new_executor("wcs")
     llm.executor = executor
     output = llm.answer(QUESTION, SamplingParams(max_tokens=96, temperature=0.0))

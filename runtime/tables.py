@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtllm_forespark.models.registry import cache_home
-
 from trtllm_forespark.runtime.profile import Probe
 from trtllm_forespark.wcs.latency import LatencyTable, profile
 
@@ -73,7 +72,7 @@ def load_or_measure_caps(llm: LLM, say: Say) -> dict[int, int]:
         return {int(load): int(cap) for load, cap in json.loads(path.read_text())["caps"].items()}
     from trtllm_forespark.runtime.bench.caps import measure_caps
 
-    say("no batch-wise caps for this machine yet; running every cap at every load (a few minutes, kept)")
+    say("no batch-wise caps for this machine yet; running every cap at every load (about two minutes, kept)")
     measured = measure_caps(llm, say)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(measured, indent=1) + "\n")

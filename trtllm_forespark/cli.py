@@ -166,7 +166,7 @@ def bench_decode(args: argparse.Namespace) -> int:
     policies, loads = names(args.policies), numbers(args.loads)
     prompts = [p["prompt"] for p in load_prompts(args.prompts)]
     llm = make_llm(args, policy="ar", max_batch_size=max([64, *loads]))
-    result = decode.run(llm, policies, loads, args.tokens, args.rounds, prompts, args.temperature, say)
+    result = decode.run(llm, policies, loads, args.tokens, args.rounds, args.requests, prompts, args.temperature, say)
     if args.json != "-":
         print(decode.table(result))
     write_json(args.json, result)

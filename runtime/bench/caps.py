@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from trtllm_forespark.runtime.bench.decode import Point, decode_once
+from trtllm_forespark.runtime.bench.decode import decode_once
 from trtllm_forespark.runtime.bench.prompts import load_prompts
+from trtllm_forespark.wcs.policies import fastest_caps
 
 if TYPE_CHECKING:
     from trtllm_forespark.runtime.llm import LLM
 
-LOADS = (1, 2, 4, 8, 16, 32, 64)
+LOADS = (1, 4, 8, 16, 32)
 
 
 def measure_caps(
-    llm: LLM, say: Callable[[str], None], loads: tuple[int, ...] = LOADS, tokens: int = 24, rounds: int = 2
+    llm: LLM, say: Callable[[str], None], loads: tuple[int, ...] = LOADS, tokens: int = 16, rounds: int = 2
 ) -> dict[str, Any]:
-    """{"caps": {load: cap}, "tok_s": {load: {cap: best of the rounds}}}; cap 0 is autoregressive.
+    """{"caps": {load: cap}, "tok_s": {load: {cap: mean of the rounds}}}; cap 0 is autoregressive.
 
     Caps take turns within a round; the package's own prompts, from the far end (benchmarks begin at the near one).
     """
@@ -30,12 +31,10 @@ def measure_caps(
         for load in loads:
             batch = [ids[(round_index * 7 + i) % len(ids)] for i in range(load)]
             for cap, executor in executors.items():
-                point = Point("batchwise", load)
-                decode_once(llm, executor, batch, tokens, 0.0, point)
-                speed[load][cap] = speed[load].get(cap, 0.0) + point.throughput[0] / rounds
+                timed = decode_once(llm, executor, batch, tokens, 0.0)
+                speed[load][cap] = speed[load].get(cap, 0.0) + timed.throughput / rounds
         say(f"caps: round {round_index + 1} of {rounds}")
-    caps = {load: max(by_cap, key=by_cap.__getitem__) for load, by_cap in speed.items()}
     return {
-        "caps": caps,
+        "caps": fastest_caps(speed),
         "tok_s": {load: {c: round(v, 2) for c, v in by_cap.items()} for load, by_cap in speed.items()},
     }

@@ -28,6 +28,13 @@ class Point:
     interactivity: list[float] = field(default_factory=list)
     metrics: Metrics = field(default_factory=Metrics)
 
+    def add(self, batches: list[Decoded]) -> None:
+        """Take in one round."""
+        self.throughput.append(statistics.fmean(b.throughput for b in batches))
+        self.interactivity.append(statistics.fmean(b.interactivity for b in batches))
+        for batch in batches:
+            self.metrics.add(batch.metrics)
+
     def to_json(self, drafter: str | None) -> dict[str, Any]:
         m, seconds = self.metrics, self.metrics.seconds
         total = sum(seconds.values()) or 1.0
@@ -50,9 +57,16 @@ class Point:
         }
 
 
-def decode_once(
-    llm: LLM, executor: Executor, prompts: list[list[int]], tokens: int, temperature: float, point: Point
-) -> None:
+@dataclass(frozen=True)
+class Decoded:
+    """One timed batch: throughput is the sum of its requests' token rates, interactivity their median (tokens/s)."""
+
+    throughput: float
+    interactivity: float
+    metrics: Metrics
+
+
+def decode_once(llm: LLM, executor: Executor, prompts: list[list[int]], tokens: int, temperature: float) -> Decoded:
     """Prefill a batch, release it together, time each request over the ``tokens`` tokens after its first."""
     params = SamplingParams(max_tokens=tokens + 1, temperature=temperature)
     requests = [llm.request(p, params) for p in prompts]
@@ -63,19 +77,20 @@ def decode_once(
         executor.prefill_step()
     executor.metrics = Metrics()
     started = time.perf_counter()
-    ended = {}
+    ended: dict[object, float] = {}
     while not executor.idle:
         executor.step()
         now = time.perf_counter() - started
         for request in requests:
             if request.finished and request.id not in ended:
                 ended[request.id] = now
-    rates = [(len(r.output_ids) - 1) / ended[r.id] for r in requests if r.id in ended and len(r.output_ids) > 1]
-    if any(r.finish_reason == "error" for r in requests):
-        raise RuntimeError(next(r.error for r in requests if r.error) or "a request failed")
-    point.throughput.append(sum(rates))
-    point.interactivity.append(statistics.median(rates))
-    point.metrics.add(executor.metrics)
+    failed = next((r for r in requests if r.finish_reason == "error"), None)
+    if failed is not None:
+        raise RuntimeError(failed.error or "a request failed")
+    rates = [(len(r.output_ids) - 1) / ended[r.id] for r in requests if len(r.output_ids) > 1]
+    if not rates:
+        raise ValueError("every answer ended with its first token; give other prompts")
+    return Decoded(sum(rates), statistics.median(rates), executor.metrics)
 
 
 def run(
@@ -84,26 +99,35 @@ def run(
     loads: list[int],
     tokens: int = 64,
     rounds: int = 3,
+    requests: int = 8,
     prompts: list[str] | None = None,
     temperature: float = 0.0,
     say: Say = lambda line: None,
 ) -> dict[str, Any]:
-    """Every policy at every load, policies taking turns within a round. Returns {"runs": …, "gains": …}."""
+    """Every policy at every load, policies taking turns. Returns {"runs": …, "gains": …}.
+
+    A round times ``requests`` requests or more at each load, in as many batches as that takes; its figure is their mean.
+    """
     texts = prompts or [p["prompt"] for p in load_prompts()]
     ids = [llm.chat_ids(t) for t in texts]
     executors = {name: llm.new_executor(name) for name in policies}
     points = {(name, load): Point(name, load) for load in loads for name in policies}
     for name in policies:  # the first batch pays for memory
-        decode_once(llm, executors[name], ids[:1], 4, temperature, Point(name, 1))
+        decode_once(llm, executors[name], ids[:1], 4, temperature)
     interrupted = False
     try:
         for round_index in range(rounds):
+            order = policies[round_index % len(policies) :] + policies[: round_index % len(policies)]
             for load in loads:
-                start = round_index * max(loads)
-                batch = [ids[(start + i) % len(ids)] for i in range(load)]
-                order = policies[round_index % len(policies) :] + policies[: round_index % len(policies)]
-                for name in order:
-                    decode_once(llm, executors[name], batch, tokens, temperature, points[name, load])
+                # The same prompts in every round and for every policy: the spread is the machine's.
+                count = -(-requests // load)
+                batches = [[ids[(b * load + i) % len(ids)] for i in range(load)] for b in range(count)]
+                timed: dict[str, list[Decoded]] = {name: [] for name in policies}
+                for batch in batches:
+                    for name in order:
+                        timed[name].append(decode_once(llm, executors[name], batch, tokens, temperature))
+                for name in policies:
+                    points[name, load].add(timed[name])
                 say(
                     f"round {round_index + 1} of {rounds}, load {load}: "
                     + ", ".join(f"{name} {points[name, load].throughput[-1]:.1f}" for name in policies)
@@ -118,6 +142,7 @@ def run(
         "gains": gains(runs),
         "tokens": tokens,
         "rounds": rounds,
+        "requests": requests,
         "interrupted": interrupted,
         **llm.identity,
     }
@@ -172,5 +197,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tokens", type=int, default=64, help="tokens timed a request (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument(
+        "--requests", type=int, default=8, help="requests timed a round at least (default: %(default)s)"
+    )
     parser.add_argument("--prompts", help="JSONL (or .jsonl.gz) with a prompt a line; default: the package's own")
     parser.add_argument("--temperature", type=float, default=0.0)
