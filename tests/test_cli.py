@@ -89,7 +89,8 @@ def test_generate_prints_the_text_alone_and_writes_statistics(capsys, table, tmp
 def test_bench_decode_writes_the_promised_keys(capsys, table) -> None:
     code, out, _ = run(
         capsys, "bench", "decode", "--policies", "ar,full,batchwise,adaptive,wcs", "--loads", "1,2", "--tokens", "6",
-        "--rounds", "1", "--requests", "2", "--dtype", "float32", "--device", "cpu", "--latency-table", table, "--json", "-",
+        "--rounds", "1", "--requests", "2",
+        "--dtype", "float32", "--device", "cpu", "--latency-table", table, "--json", "-",
     )  # fmt: skip
     result = json.loads(out)
     assert code == 0 and len(result["runs"]) == 10

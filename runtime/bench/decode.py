@@ -106,7 +106,7 @@ def run(
 ) -> dict[str, Any]:
     """Every policy at every load, policies taking turns. Returns {"runs": …, "gains": …}.
 
-    A round times ``requests`` requests or more at each load, in as many batches as that takes; its figure is their mean.
+    A round times at least ``requests`` requests at each load, in as many batches as that takes, and is their mean.
     """
     texts = prompts or [p["prompt"] for p in load_prompts()]
     ids = [llm.chat_ids(t) for t in texts]
@@ -198,7 +198,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens timed a request (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     parser.add_argument(
-        "--requests", type=int, default=8, help="requests timed a round at least (default: %(default)s)"
+        "--requests", type=int, default=8, help="requests of a round, at least (default: %(default)s)"
     )
     parser.add_argument("--prompts", help="JSONL (or .jsonl.gz) with a prompt a line; default: the package's own")
     parser.add_argument("--temperature", type=float, default=0.0)
