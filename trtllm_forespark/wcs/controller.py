@@ -121,7 +121,8 @@ class WcsController:
         counts = drafted.sum(axis=0)
         fresh = np.where(drafted, survival, 0).sum(axis=0) / np.maximum(counts, 1)
         follow = np.where(self._seen, _FOLLOW, 1.0) * (counts > 0)
-        self._mean = (self._mean + follow * (fresh - self._mean)).astype(np.float32)
+        mean = self._mean + follow * (fresh - self._mean)
+        self._mean = np.minimum.accumulate(mean).astype(np.float32)
         self._seen |= counts > 0
         for i, (request, _) in enumerate(keys):
             if drafted[i].any():

@@ -122,19 +122,20 @@ def slopes(rewards: npt.NDArray[np.float32]) -> _Workspace:
 def pooled_scores(rewards: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
     """The hot half of the schedule: all scores of the batch, sorted.
 
-    Returns (bits, top): bits [rows, columns] int32 are the slopes of `slopes` with the lowest bit 0, read as integers
-    (which order as the positive floats do); top [R] float32 are the scores above `SCORE_FLOOR`, rising, with the lowest
-    bit 1 where a score is the first of its request: a running sum over it counts the requests that draft. A curve with
-    a NaN has no score in `top`, and no slope in `bits`.
+    Returns (bits, rising): bits [rows, columns] int32 are the slopes of `slopes` read as integers (which order as the
+    positive floats do). rising [R] float32 are the scores above `SCORE_FLOOR`, rising, with the lowest bit 1 where a
+    score is the first of its request and 0 elsewhere: a running sum over it counts the requests that draft. A curve
+    with a NaN has no score. Both belong to this thread's workspace.
     """
     work = slopes(rewards)
-    np.bitwise_and(work.bits, -2, out=work.bits)
-    work.keys[:] = work.slope_flat
+    np.bitwise_and(work.bits, -2, out=work.key_bits)
     np.bitwise_or(work.first, 1, out=work.first)
-    work.keys.sort()
-    if np.isnan(work.keys[-1]):  # NaN sorts to the end
+    keys = work.keys
+    keys.sort()
+    last = float(keys[-1])
+    if last != last:  # NaN sorts to the end
         return pooled_scores(np.where(np.isfinite(rewards).all(axis=1, keepdims=True), rewards, np.float32(0)))
-    return work.bits, work.keys[work.keys.searchsorted(_FLOOR, side="right") :]
+    return work.bits, keys[keys.searchsorted(_FLOOR, side="right") :]
 
 
 class _Workspace:
@@ -148,9 +149,9 @@ class _Workspace:
         #: Without the row that is padding, where there is only one: it is the last.
         used = self.slope[:block] if block == width - 1 else self.slope
         self.bits = used.view(np.int32)
-        self.slope_flat = used.ravel()
         self.keys = np.zeros(used.size, dtype=np.float32)
-        self.first = self.keys[:columns].view(np.int32)
+        self.key_bits = self.keys.view(np.int32).reshape(used.shape)
+        self.first = self.key_bits[0]
         self.steps: list[tuple[np.ufunc, Any, Any, Any]] = []
         half = width // 2
         if half:

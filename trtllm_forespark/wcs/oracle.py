@@ -28,13 +28,15 @@ def exhaustive(
         return Schedule(np.zeros(0, np.int64), NOTHING)
     survival = np.where(np.isnan(survival).any(axis=(1, 2), keepdims=True), np.float32(0), survival)
     most = np.full(n, block) if limits is None else np.clip(limits, 0, block)
+    most = np.where((survival > 0).any(axis=(1, 2)), most, 0)
     prices = table.prices(n, block, num_tokens)
     step = Step(n, block, num_tokens, prices, survival, "whole")
     if n <= 3:
         lengths = np.array(list(itertools.product(*(range(int(limit) + 1) for limit in most))), dtype=np.int64)
     else:
         lengths = _knapsack(step, most)
-    best: tuple[float, int, int, int] = (-1.0, 0, 0, 0)
+    lengths = lengths[np.argsort(lengths.sum(axis=1), kind="stable")]  # of equal goodputs the shortest drafts
+    best = (-1.0, 0, 0)
     budgets = np.arange(n * block + 1)
     verify = prices.verify_at(num_tokens + budgets)
     for start in range(0, len(lengths), 1024):
@@ -47,12 +49,13 @@ def exhaustive(
         goodput = (n + gains) / (prices.draft_at(drafting, total + drafting)[:, None] + verify)
         goodput = np.where(budgets <= total[:, None], goodput, -1)
         row, column = divmod(int(goodput.argmax()), len(budgets))
-        best = max(best, (float(goodput[row, column]), -int(total[row]), start + row, column))
-    goodput_, _, row, budget = best
+        if goodput[row, column] > best[0]:
+            best = float(goodput[row, column]), start + row, column
+    value, row, budget = best
     chosen = lengths[row]
     drafting, total = int(np.count_nonzero(chosen)), int(chosen.sum())
     draft_seconds = float(prices.draft_at(drafting, total + drafting))
-    return Schedule(chosen, Totals(total, budget, goodput_, draft_seconds, float(verify[budget])))
+    return Schedule(chosen, Totals(total, budget, value, draft_seconds, float(verify[budget])))
 
 
 def _knapsack(step: Step, most: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:

@@ -15,7 +15,7 @@ priced by the survival of the rows chosen.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +36,7 @@ PRICED_SLOTS = 4096
 SAMPLES = 48
 
 
-@dataclass(frozen=True)
-class Totals:
+class Totals(NamedTuple):
     """What the host decides (eq. 4): draft tokens of the batch D, budget B <= D, tokens a second to expect, seconds."""
 
     total: int
@@ -183,8 +182,7 @@ def goodput_of(survival: FloatArray, lengths: Ints, budget: int, num_tokens: int
     return float((len(survival) + pool[:budget].sum()) / seconds)
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One decision: n requests of up to `block` drafts, N other tokens, and what they cost."""
 
     n: int
@@ -203,10 +201,11 @@ def _largest_that_fit(step: Step, rewards: npt.NDArray[np.float32]) -> Lengths:
     # Back from a total to lengths: count, for each request, the scores at or above the last one taken.
     rising_bits, place = rising.view(np.int32), len(rising) - choice.total
     cut = int(rising_bits[place]) & -2
+    at_least = _count(bits >= cut)[: step.n]
     if place == 0 or int(rising_bits[place - 1]) & -2 != cut:
-        return _count(bits >= cut)[: step.n].astype(np.int64)
-    above = _count(bits > cut)[: step.n]
-    return _cut(above, _count(bits == cut)[: step.n], choice.total, step.pieces)
+        return at_least.astype(np.int64)
+    above = _count(bits > (cut | 1))[: step.n]
+    return _cut(above, at_least - above, choice.total, step.pieces)
 
 
 def _best_pair(
@@ -242,7 +241,10 @@ def _count(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int8]:
 def _best_totals(
     step: Step, tokens: npt.NDArray[np.int32], gain: npt.NDArray[np.float32]
 ) -> tuple[int, int, float, float, float]:
-    """(D, B, goodput, draft and verify seconds). tokens, gain: [R + 1], tokens with anchors and gain of the top r."""
+    """(D, B, goodput, draft and verify seconds).
+
+    tokens, gain: [R + 1], tokens with anchors, and expected accepted tokens, of the top r.
+    """
     count = len(gain) - 1
     prices = step.prices
     every_budget, every_verify = prices.budgets(step.num_tokens)
@@ -250,7 +252,7 @@ def _best_totals(
         # The largest rank that fits each bucket, longest first, so that ties go to it; the last is 0, draft nothing.
         ranks = tokens.searchsorted(prices.draft_borders, side="right")
         ranks -= 1
-        drafting = tokens[ranks]
+        drafting = tokens.take(ranks)
         drafting -= ranks
         draft = prices.draft_at_borders[drafting, prices.each_border]
         return _argmax(step.n, gain, ranks, draft, np.minimum(every_budget, count), every_verify)
@@ -271,8 +273,10 @@ def _argmax(
     n: int, gain: Any, ranks: Any, draft: Any, budgets: Any, verify: Any
 ) -> tuple[int, int, float, float, float]:
     """Best of `ranks` x `budgets`. `gain` never falls, so the gain of min(D, B) is the lesser of both."""
-    value = np.minimum(gain[ranks][:, None], gain[budgets])
-    value += n
+    drafted, verified = gain.take(ranks), gain.take(budgets)
+    drafted += n
+    verified += n
+    value = np.minimum(drafted[:, None], verified)
     value /= draft[:, None] + verify
     best = int(value.argmax())
     row, column = divmod(best, len(budgets))
