@@ -197,8 +197,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tokens", type=int, default=64, help="tokens timed a request (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument(
-        "--requests", type=int, default=8, help="requests of a round, at least (default: %(default)s)"
-    )
+    parser.add_argument("--requests", type=int, default=8, help="requests of a round, at least (default: %(default)s)")
     parser.add_argument("--prompts", help="JSONL (or .jsonl.gz) with a prompt a line; default: the package's own")
     parser.add_argument("--temperature", type=float, default=0.0)
