@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,9 @@ def calibrate(args: argparse.Namespace) -> int:
     from trtllm_forespark.training.distill import read_prompts
 
     llm = make_llm(args, policy="ar")
-    prompts = [p["prompt"] for p in read_prompts(args.prompts)][: args.limit]
+    prompts = [p["prompt"] for p in read_prompts(args.prompts)]
+    random.Random(args.seed or 0).shuffle(prompts)  # files are often sorted by source
+    prompts = prompts[: args.limit]
     result = run(llm, prompts, args.max_tokens, say, Path(args.record_triangles) if args.record_triangles else None)
     print(json.dumps({k: v for k, v in result["report"].items() if k not in ("pre_draft", "post_draft")}, indent=1))
     write_json(args.json, result)
@@ -168,7 +171,10 @@ def add_commands(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> 
     )
     made.add_argument("--prompts", required=True, help="JSONL with a prompt a line, in neither training nor evaluation")
     made.add_argument(
-        "--limit", type=int, default=240, help="prompts to use; a third is held out to judge (default: %(default)s)"
+        "--limit",
+        type=int,
+        default=240,
+        help="prompts to draw at random; a third is held out to judge (default: %(default)s)",
     )
     made.add_argument("--max-tokens", type=int, default=128)
     made.add_argument(
