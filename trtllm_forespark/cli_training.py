@@ -174,7 +174,7 @@ def add_commands(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> 
         "--limit",
         type=int,
         default=240,
-        help="prompts to draw at random; a third is held out to judge (default: %(default)s)",
+        help="prompts, drawn at random; a third judges (default: %(default)s)",
     )
     made.add_argument("--max-tokens", type=int, default=128)
     made.add_argument(
