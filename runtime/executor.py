@@ -143,7 +143,7 @@ class Executor:
         return self.controller.select(plan, draft, work.num_tokens, greedy)
 
     def verify(self, work: StepWork, draft: Draft, selection: Selection) -> Verified:
-        """The target reads N + B tokens in one packed pass and accepts losslessly (DESIGN §3)."""
+        """The target reads N + B tokens in one packed pass and accepts losslessly (docs/lossless.md)."""
         verified = np.asarray(selection.verified_lengths).tolist()
         tokens, starts = draft.token_ids.tolist(), draft.cu_lengths.tolist()
         ids: list[int] = []

@@ -92,7 +92,7 @@ class KVCacheManager:
         return len(tail)
 
     def free(self, request: Hashable) -> int:
-        """Close the request's account and free its pages; returns how many. A second time is a KeyError (CASES 19)."""
+        """Close the request's account and free its pages; returns how many. A second time is a KeyError (case 19)."""
         freed = self.truncate(request, 0)
         del self._accounts[request]
         return freed

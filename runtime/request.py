@@ -15,7 +15,7 @@ from typing import Any, Literal
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 GREEDY, SEEDED, UNSEEDED = 0, 1, 2
-"""The three kinds of sampling; each is lossless in its own way (DESIGN §3, rules 3, 4 and 7)."""
+"""The three kinds of sampling; each is lossless in its own way (docs/lossless.md, rules 3, 4 and 7)."""
 
 # TensorRT-LLM parameters we know but do not serve yet: the values that mean "off", and what to do instead.
 _NOT_YET: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -55,7 +55,7 @@ class SamplingParams:
     top_k: draw from the k most likely tokens (ties with the k-th stay in); None or 0 is off, 1 is greedy.
     top_p: draw from the fewest most likely tokens that hold this much probability; None or 1 is off, 0 is greedy.
     seed: 0 to 2**64 - 1. The same prompt, settings and seed give the same tokens whatever else is in the batch
-        (float32; DESIGN §3, rule 7). None: a different draw each time.
+        (float32; docs/lossless.md, rule 7). None: a different draw each time.
     end_id: the end-of-sequence token; None: the model's own. ignore_eos: go on past it.
     stop_token_ids: further tokens that end the output. The token that ends it is kept, as its last one.
 
@@ -151,7 +151,7 @@ class Status(str, Enum):
 class Request:
     """The state of one request.
 
-    generation counts preemptions: a result that carries an older (id, generation) is late and discarded (CASES 18, 19).
+    generation counts preemptions: a result that carries an older (id, generation) is late and discarded (case 18, 19).
     eos_ids: the model's own end tokens. num_computed_tokens: tokens whose keys and values are in the cache.
     callback(request, new token ids) is called after each step that emitted tokens.
     """
@@ -247,7 +247,7 @@ class Request:
 
 
 def cut(emitted: Sequence[int], request: Request, max_seq_len: int) -> tuple[list[int], FinishReason | None]:
-    """Keep of one step's emitted tokens what autoregressive decoding would have emitted (rule 5; CASES 10, 11, 14, 35).
+    """Keep of one step's emitted tokens what autoregressive decoding would have emitted (rule 5; case 10, 11, 14, 35).
 
     Returns (kept tokens, why the output ends there or None). The ending token itself is kept. "stop" goes before
     "length" where one token is both. max_seq_len bounds prompt and output together.

@@ -202,7 +202,7 @@ def propose(scores: Tensor, candidates: Tensor, rows: SamplingRows, generator: t
     the target's vocabulary. rows: [n], shifted to the position being drafted. generator: the draft stream.
     q is the softmax after temperature, top-k and top-p over the candidates, one-hot for greedy rows. Seeded rows take
     argmax(log q + gumbel) with the noise the target will use. A row with a NaN, or with no finite score, is bad: its
-    choice is 0, its q is all zero, and the draft must end before it (CASES 21).
+    choice is 0, its q is all zero, and the draft must end before it (docs/cases.md 21).
     """
     if rows.kinds <= {GREEDY}:
         choice = scores.argmax(-1)
@@ -227,7 +227,7 @@ def propose(scores: Tensor, candidates: Tensor, rows: SamplingRows, generator: t
 class Proposing:
     """`propose` for a whole draft: what a drafter calls at each position with the requests that draft so far.
 
-    rows: [n], for the token after each anchor. generator: the draft stream. A bad row's choice is -1 (CASES 21).
+    rows: [n], for the token after each anchor. generator: the draft stream. A bad row's choice is -1 (case 21).
     """
 
     rows: SamplingRows

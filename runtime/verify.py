@@ -1,6 +1,6 @@
 """Verification: which drafts the target accepts and which token follows them, without changing its distribution.
 
-DESIGN §3. Three kinds of request in one batch:
+docs/lossless.md. Three kinds of request in one batch:
 
 - greedy: a draft is accepted while it equals the target's argmax (rule 4);
 - seeded: a draft is accepted while it equals argmax(log p + gumbel(seed, position)) (rule 7);

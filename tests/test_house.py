@@ -1,4 +1,4 @@
-"""The floors hold, heavy packages stay where they are owned, and the package is whole (DESIGN §2)."""
+"""The floors hold, heavy packages stay where they are owned, and the package is whole."""
 
 from __future__ import annotations
 

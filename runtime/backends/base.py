@@ -1,4 +1,4 @@
-"""What the executor asks of a backend; torch and TensorRT answer the same questions (DESIGN §4)."""
+"""What the executor asks of a backend; torch and TensorRT answer the same questions."""
 
 from __future__ import annotations
 

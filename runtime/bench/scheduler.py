@@ -32,7 +32,7 @@ Survival = npt.NDArray[np.float32]
 
 
 def serving_table(interpolation: str = "staircase") -> LatencyTable:
-    """SGLang's public numbers for Qwen3-14B with a block drafter on one GPU (FACTS.md), in buckets of CUDA graphs.
+    """SGLang's public numbers for Qwen3-14B with a block drafter on one GPU, in buckets of CUDA graphs.
 
     Verification 8.71 ms at 8 tokens, 8.77 at 16, 42.34 at 1,024; drafting 1.74 ms at 1 request, 7.37 at 128 (of a
     block of 7), taken as linear in tokens between. Past 1,024 both go on at that slope.

@@ -127,7 +127,7 @@ def test_convolution_never_reads_across_a_blocks_start() -> None:
 
 
 def test_slot_j_gives_position_j() -> None:
-    """Golden test of the layout (CASES 26): with the context and the mixing off, slot j sees only its own input."""
+    """Golden test of the layout (case 26): with the context and the mixing off, slot j sees only its own input."""
     runner = make_runner()
     model = runner.model
     context, table = fill(runner, [4])
@@ -146,7 +146,7 @@ def test_slot_j_gives_position_j() -> None:
 
 
 def test_a_nan_row_ends_that_draft_and_no_other() -> None:
-    """CASES 21."""
+    """docs/cases.md 21."""
     runner = make_runner()
     context, table = fill(runner, [12, 12])
 

@@ -46,14 +46,14 @@ def assert_clean(executor: Executor) -> None:
 @pytest.mark.parametrize("policy", ["ar", "full", "wcs"])
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_max_tokens_is_exact(policy: str, count: int) -> None:
-    """CASES 14: four drafts accepted, one token left: exactly one token out."""
+    """docs/cases.md 14: four drafts accepted, one token left: exactly one token out."""
     r = request("a", max_tokens=count)
     run(make_executor(policy), r)
     assert r.output_ids == greedy_chain(0, count) and r.finish_reason == "length"
 
 
 def test_an_end_token_in_the_middle_of_a_block_ends_there() -> None:
-    """CASES 10, 11: nothing after it is emitted or counted."""
+    """docs/cases.md 10, 11: nothing after it is emitted or counted."""
     chain = greedy_chain(5, 12)
     end = chain[2]
     assert chain.index(end) == 2, "the end must come in the middle of the first block"
@@ -67,7 +67,7 @@ def test_an_end_token_in_the_middle_of_a_block_ends_there() -> None:
 
 
 def test_chunked_prefill_keeps_every_step_within_its_tokens() -> None:
-    """CASES 6 and 7: prompts in chunks beside decoding; N + B never exceeds max_num_tokens."""
+    """docs/cases.md 6 and 7: prompts in chunks beside decoding; N + B never exceeds max_num_tokens."""
     backend = MarkovBackend()
     executor = Executor(backend, WcsController(make_policy("wcs"), TABLE, block=BLOCK), ExecutorConfig(8, 16, 0))
     requests = [request(i, prompt=[i % VOCAB] * (3 + 7 * i), max_tokens=9, temperature=1.0) for i in range(6)]
@@ -87,7 +87,7 @@ def test_two_prefills_share_one_step() -> None:
 
 
 def test_the_batch_drains_to_one_and_to_none() -> None:
-    """CASES 2."""
+    """docs/cases.md 2."""
     executor = make_executor("wcs")
     requests = [request(i, max_tokens=1 + 3 * i, temperature=1.0) for i in range(5)]
     run(executor, *requests)
@@ -141,14 +141,14 @@ def test_bad_requests_are_refused_before_any_work() -> None:
 
 
 def test_a_prompt_one_token_short_of_the_context_gives_one_token() -> None:
-    """CASES 35."""
+    """docs/cases.md 35."""
     r = request("a", prompt=[0] * 63, max_tokens=10)
     run(make_executor("wcs"), r)
     assert r.output_ids == greedy_chain(0, 1) and r.finish_reason == "length"
 
 
 def test_nothing_is_drafted_past_the_drafters_last_position() -> None:
-    """CASES 29."""
+    """docs/cases.md 29."""
     executor = make_executor("full")
     backend = executor.backend
     backend.spec = dataclasses.replace(backend.spec, max_position=10)
@@ -167,7 +167,7 @@ def test_nothing_is_drafted_past_the_drafters_last_position() -> None:
 
 
 def test_cancelling_waiting_and_running_requests_frees_everything_once() -> None:
-    """CASES 19, and a client that leaves."""
+    """docs/cases.md 19, and a client that leaves."""
     executor = make_executor("wcs", max_batch_size=2)
     requests = [request(i, max_tokens=20) for i in range(4)]
     for r in requests:
@@ -192,7 +192,7 @@ class Broken(MarkovBackend):
 
 
 def test_a_nan_row_ends_its_own_request_with_an_error_and_no_other() -> None:
-    """CASES 21 and DESIGN §6: never token 0."""
+    """docs/cases.md 21: never token 0."""
     executor = Executor(Broken(), WcsController(make_policy("wcs"), TABLE, block=BLOCK), ExecutorConfig(8, 64, 0))
     sound = [t for t in range(VOCAB) if 3 not in [t, *greedy_chain(t, 12)[:-1]]]
     assert sound, "the chain must have a start that never meets token 3"
@@ -249,7 +249,7 @@ def test_the_drafter_context_follows_the_accepted_tokens(policy: str) -> None:
 
 
 def test_load_that_forces_no_drafting_and_then_falls() -> None:
-    """CASES 5: drafting resumes, the tokens are those autoregressive decoding gives."""
+    """docs/cases.md 5: drafting resumes, the tokens are those autoregressive decoding gives."""
     executor = make_executor("wcs")
     long = request("long", max_tokens=50)
     crowd = [request(i, prompt=[i % VOCAB], max_tokens=10) for i in range(60)]

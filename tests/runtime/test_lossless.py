@@ -1,4 +1,4 @@
-"""Whatever the policy decides, the output distribution is the target's own (DESIGN §3)."""
+"""Whatever the policy decides, the output distribution is the target's own (docs/lossless.md)."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_sequences_have_the_targets_distribution(policy: str, count: int) -> Non
 
 
 class Peeking(WcsController):
-    """Verifies a position because of the token that was drawn there: what DESIGN §3, rule 1, forbids."""
+    """Verifies a position because of the token that was drawn there: what docs/lossless.md, rule 1, forbids."""
 
     def select(self, plan, draft, num_tokens, greedy):
         liked = (draft.token_ids % 2 == 0).float() * 0.9 + 0.05
@@ -95,7 +95,7 @@ def test_a_scorer_that_peeks_at_the_drawn_token_is_caught() -> None:
 
 @pytest.mark.parametrize("policy", ["adaptive", "wcs", "full"])
 def test_a_seeded_request_repeats_in_any_batch(policy: str) -> None:
-    """Rule 7, CASES 22."""
+    """Rule 7, docs/cases.md 22."""
     params = SamplingParams(max_tokens=20, temperature=1.0, seed=5)
     texts = []
     for neighbours in (0, 3, 11):

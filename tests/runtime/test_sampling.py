@@ -138,7 +138,7 @@ def test_greedy_drafts_take_the_best_candidate_with_certainty() -> None:
 
 
 def test_a_nan_row_is_dropped_and_its_neighbours_go_on() -> None:
-    """CASES 21."""
+    """docs/cases.md 21."""
     scores = SCORES.repeat(4, 1)
     scores[1, 2] = math.nan
     scores[3] = -math.inf

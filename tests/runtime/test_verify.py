@@ -1,4 +1,4 @@
-"""Verification does not change what the target would have said (DESIGN §3)."""
+"""Verification does not change what the target would have said (docs/lossless.md)."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_rejection_that_samples_p_instead_of_the_residual_fails(monkeypatch: p
 
 
 def test_a_q_from_before_temperature_and_top_k_fails() -> None:
-    """CASES 24."""
+    """docs/cases.md 24."""
     params = SamplingParams(temperature=0.7, top_k=3)
 
     def untruncated(
