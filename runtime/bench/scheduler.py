@@ -12,6 +12,7 @@ import argparse
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ def measure(
     linear = serving_table("linear")
     batches = [draw(rng) for _ in range(min(rounds, 16))]
     curves = [rewards(survival) for survival in batches]
+    judged = min(len(batches), 2000 // requests if requests <= 1024 else 0)  # the oracle takes minutes beyond
     pooled = [scores(curve).ravel() for curve in curves]
     names = ("decide", "decide_paper", "decide_linear", "reprice", "np_sort", "oracle")
     times: dict[str, list[int]] = {name: [] for name in names}
@@ -112,16 +114,16 @@ def measure(
     for index in range(max(rounds, 1)):
         which = index % len(batches)
         survival, curve = batches[which], curves[which]
-        timed("np_sort", lambda which=which: np.sort(pooled[which]))
-        totals = timed("decide", lambda s=survival, c=curve: decide(c, s, requests, table))
-        timed("decide_paper", lambda s=survival, c=curve: decide(c, s, requests, table, pieces="paper"))
-        timed("decide_linear", lambda s=survival, c=curve: decide(c, s, requests, linear))
+        timed("np_sort", partial(np.sort, pooled[which]))
+        totals = timed("decide", partial(decide, curve, survival, requests, table))
+        timed("decide_paper", partial(decide, curve, survival, requests, table, pieces="paper"))
+        timed("decide_linear", partial(decide, curve, survival, requests, linear))
         lengths = split(scores(curve), totals.total)
         rows = _rows(survival, lengths)
-        timed("reprice", lambda r=rows, d=lengths: adaptive_budget(r, d, requests, table))
-        if index >= len(batches):
+        timed("reprice", partial(adaptive_budget, rows, lengths, requests, table))
+        if index >= judged:
             continue
-        best = timed("oracle", lambda s=survival: exhaustive(s, requests, table)).goodput
+        best = timed("oracle", partial(exhaustive, survival, requests, table)).goodput
         for pieces in PIECES:
             found = joint_schedule(curve, survival, requests, table, pieces=pieces)  # type: ignore[arg-type]
             losses[pieces].append(1 - goodput_of(survival, found.lengths, found.budget, requests, table) / best)
@@ -135,15 +137,16 @@ def measure(
 
 def small_batches(draw: Callable[[np.random.Generator, int], Survival], block: int, seed: int) -> dict[str, Any]:
     """Losses against brute force at 1 to 3 requests, where the reference is exact."""
-    rng, losses = np.random.default_rng(seed), {pieces: [] for pieces in PIECES}
+    rng = np.random.default_rng(seed)
+    losses: dict[str, list[float]] = {pieces: [] for pieces in PIECES}
     for _ in range(150):
         n = int(rng.integers(1, 4))
         survival = draw(rng, n)
-        a, b = rng.uniform(0.02, 0.4, 2)
+        per_draft, per_verified = rng.uniform(0.02, 0.4, 2)
         tokens = range(1, n * (block + 1) + 1)
         table = LatencyTable.from_functions(
-            lambda n, t, b=b: 1 + b * t,
-            lambda n, t, a=a: 0.3 + a * t,
+            partial(_line, 1.0, per_verified),
+            partial(_line, 0.3, per_draft),
             requests=[1, 2, 3],
             verify_tokens=tokens,
             draft_tokens=tokens,
@@ -209,17 +212,23 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     return run(args.requests, args.block, args.seed, args.rounds)
 
 
+def _line(start: float, slope: float, requests: int, tokens: int) -> float:
+    return start + slope * tokens
+
+
 def _rows(survival: Survival, lengths: npt.NDArray[np.int64]) -> Survival:
     rows = survival[np.arange(len(lengths)), np.maximum(lengths, 1) - 1]
     return np.where(lengths[:, None] > 0, rows, np.float32(0))
 
 
-def _median_us(nanoseconds: list[int]) -> float:
-    return round(float(np.median(nanoseconds)) / 1e3, 1)
+def _median_us(nanoseconds: list[int]) -> float | None:
+    return round(float(np.median(nanoseconds)) / 1e3, 1) if nanoseconds else None
 
 
-def _loss(values: list[float]) -> tuple[float, float]:
-    return round(float(np.mean(values)), 6), round(float(np.max(values)), 6)
+def _loss(values: list[float]) -> tuple[float | None, float | None]:
+    if not values:
+        return None, None
+    return round(float(np.mean(values)), 6) + 0.0, round(float(np.max(values)), 6) + 0.0  # no -0.0
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def stairs(width: int, base: float, step: float) -> Callable[[int, int], float]:
 
 
 def gpu_table(interpolation: str = "staircase", most: int = 256) -> LatencyTable:
-    """Like SGLang's public numbers for Qwen3-14B with a block drafter (FACTS.md), in CUDA-graph buckets."""
+    """Like SGLang's public numbers for Qwen3-14B with a block drafter, in CUDA-graph buckets."""
     tokens = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096]
     return LatencyTable.from_functions(
         lambda n, t: 8.7e-3 + max(0, t - 16) * 33.6e-3 / 1008,

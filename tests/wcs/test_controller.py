@@ -103,7 +103,7 @@ def test_adaptive_goes_by_each_requests_previous_step_and_by_the_mean_for_a_new_
 
 
 def test_late_results_of_an_old_generation_are_discarded() -> None:
-    """CASES 19: preempted, resumed with a new generation; then the old step's result arrives."""
+    """docs/cases.md 19: preempted, resumed with a new generation; then the old step's result arrives."""
     controller = WcsController(make_policy("adaptive"), TABLE, K)
     controller.plan([("a", 0)], None, [K], 1)
     observe(controller, [("a", 0)], [[0.5] * K], [K])

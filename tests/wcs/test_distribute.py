@@ -40,14 +40,14 @@ def test_the_papers_figure_2() -> None:
 
 
 def test_a_nan_position_and_what_follows_it_is_dropped() -> None:
-    """CASES 21: broken logits of a draft cost that draft, not the request, and never become token 0."""
+    """docs/cases.md 21: broken logits of a draft cost that draft, not the request, and never become token 0."""
     survival = np.array([[0.9, np.nan, 0.8], [0.5, 0.4, 0.3]], np.float32)
     assert distribute(survival, np.array([3, 3]), 6).tolist() == [1, 3]
     assert distribute(survival, np.array([3, 3]), 2).tolist() == [1, 1]
 
 
 def test_whether_a_position_is_verified_does_not_depend_on_what_comes_after_it() -> None:
-    """DESIGN section 3, rule 1: b_i >= j may not change with S_i,j+1, S_i,j+2, ..."""
+    """docs/lossless.md, rule 1: b_i >= j may not change with S_i,j+1, S_i,j+2, ..."""
     rng = np.random.default_rng(0)
     for _ in range(200):
         survival = np.cumprod(rng.choice([0.5, 0.8, 1.0], (3, 4)), axis=1).astype(np.float32)

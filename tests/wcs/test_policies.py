@@ -56,7 +56,7 @@ def steps(
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("n", [0, 1, 2, 3])
 def test_every_policy_plans_and_selects_any_batch(name: str, n: int) -> None:
-    """CASES 2: the batch drains to one request, then to none."""
+    """docs/cases.md 2: the batch drains to one request, then to none."""
     survival = random_survival(np.random.default_rng(n), n, BLOCK)
     plan, selection = steps(name, gpu_table(), survival)
     assert len(plan.draft_lengths) == len(selection.verified_lengths) == n
@@ -94,7 +94,7 @@ def test_everything_is_drafted_and_verified_when_all_is_accepted_and_drafts_are_
 
 @pytest.mark.parametrize("name", ["adaptive", "wcs", "wcs-single-curve", "exhaustive"])
 def test_a_confidence_cut_verifies_fewer_tokens(name: str) -> None:
-    """CASES 32: not only fewer committed ones."""
+    """docs/cases.md 32: not only fewer committed ones."""
     row = np.tile([0.9, 0.8, 0.1, 0.05, 0.02, 0.01, 0.01], (4, 1)).astype(np.float32)
     table = dense_table(4, BLOCK, lambda m, t: 0.01 if t else 0.0, lambda m, t: 1 + 0.2 * t)
     plan, selection = steps(name, table, prefix_survival(row))
@@ -103,7 +103,7 @@ def test_a_confidence_cut_verifies_fewer_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["wcs", "wcs-single-curve", "exhaustive"])
 def test_load_forces_no_drafting_and_it_resumes_when_the_load_falls(name: str) -> None:
-    """CASES 5, at the policy: ten crowded steps with d = 0, then one request alone drafts again."""
+    """docs/cases.md 5, at the policy: ten crowded steps with d = 0, then one request alone drafts again."""
     survival = np.repeat(prefix_survival(np.array([[0.6, 0.4, 0.2, 0.1, 0.1, 0, 0]], np.float32)), 64, axis=0)
     table = LatencyTable.from_functions(
         lambda n, t: 1 + 0.001 * n + (0.5 * (t - 48) if t > 48 else 0),
@@ -123,7 +123,7 @@ def test_load_forces_no_drafting_and_it_resumes_when_the_load_falls(name: str) -
 
 @pytest.mark.parametrize("name", ["wcs", "wcs-single-curve", "exhaustive"])
 def test_a_long_context_where_drafting_costs_more_than_it_gains(name: str) -> None:
-    """CASES 34: D = 0 from the table."""
+    """docs/cases.md 34: D = 0 from the table."""
     survival = random_survival(np.random.default_rng(1), 3, BLOCK)
     plan, _ = steps(name, dense_table(3, BLOCK, lambda m, t: 30.0, lambda m, t: 1.0), survival)
     assert not plan.draft_lengths.any()
@@ -131,7 +131,7 @@ def test_a_long_context_where_drafting_costs_more_than_it_gains(name: str) -> No
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_limits_are_kept(name: str) -> None:
-    """CASES 29 and 35: at the drafter's last position the limit is 0."""
+    """docs/cases.md 29 and 35: at the drafter's last position the limit is 0."""
     survival = prefix_survival(np.full((4, BLOCK), 0.99, np.float32))
     controller = WcsController(policy(name), gpu_table(), BLOCK)
     for limits in ([0, 0, 0, 0], [0, 1, 3, 99], [-4, 7, 7, 7]):
@@ -141,7 +141,7 @@ def test_limits_are_kept(name: str) -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_room_of_a_step_is_kept(name: str) -> None:
-    """CASES 6: with prefill in the step, N + B stays within the step's tokens."""
+    """docs/cases.md 6: with prefill in the step, N + B stays within the step's tokens."""
     survival = prefix_survival(np.full((4, BLOCK), 0.99, np.float32))
     controller = WcsController(policy(name), gpu_table(), BLOCK)
     plan = controller.plan(keys(4), estimate(survival), [BLOCK] * 4, 4 + 20, max_budget=5)
@@ -150,7 +150,7 @@ def test_the_room_of_a_step_is_kept(name: str) -> None:
 
 
 def test_whole_batches_that_are_greedy_may_use_fresh_scores_and_others_may_not() -> None:
-    """DESIGN section 3, rule 1: B of a sampled batch does not move with what was drawn."""
+    """docs/lossless.md, rule 1: B of a sampled batch does not move with what was drawn."""
     survival = prefix_survival(np.tile([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3], (3, 1)).astype(np.float32))
     table = dense_table(3, BLOCK, lambda m, t: 0.01 * t, lambda m, t: 1 + 0.05 * t)
     for name in ("adaptive", "wcs", "exhaustive", "wcs-single-curve"):

@@ -154,7 +154,7 @@ def test_a_piece_that_pays_only_as_a_whole_is_taken_whole() -> None:
 
 
 def test_a_long_context_where_drafting_costs_more_than_it_gains() -> None:
-    """CASES 34: the table says so, and the schedule drafts nothing."""
+    """docs/cases.md 34: the table says so, and the schedule drafts nothing."""
     survival = random_survival(np.random.default_rng(0), 8, 7)
     dear = dense_table(8, 7, lambda m, t: 10.0, lambda m, t: 1 + 0.001 * t)
     assert joint_schedule(rewards(survival), survival, 8, dear).total == 0

@@ -15,7 +15,7 @@ def distribute(survival: FloatArray, lengths: npt.NDArray[np.integer], budget: i
 
     survival: [n, K], S^_i,j; made non-increasing in j. lengths: [n], d_i. Returns b_i [n], 0 <= b_i <= d_i, a prefix of
     each draft. Ties go to the earlier position, then to the earlier request, so no later position of a request pushes
-    out an earlier one (DESIGN section 3, rule 1). The sum is ``min(budget, positions present)``; a position whose
+    out an earlier one (docs/lossless.md, rule 1). The sum is ``min(budget, positions present)``; a position whose
     survival is NaN, and what follows it in that draft, is not present: its logits were broken.
     """
     lengths = np.asarray(lengths, dtype=np.int64)

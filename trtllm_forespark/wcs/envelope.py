@@ -29,8 +29,6 @@ SCORE_FLOOR = 4e-6
 _STEP = 2.0**-21
 #: A point this close to its envelope lies on it.
 _TOUCH = 2e-5
-#: Workspaces are padded to a multiple of this many requests, so that few shapes serve all batch sizes.
-_COLUMNS = 16
 _FLOOR = np.float32(SCORE_FLOOR)
 _local = threading.local()
 
@@ -60,7 +58,7 @@ def scores(rewards: FloatArray, limits: npt.NDArray[np.integer] | None = None) -
     block = rewards.shape[1] - 1
     if block == 0 or len(rewards) == 0:
         return np.zeros((len(rewards), block), dtype=np.float32)
-    slope = np.ascontiguousarray(slopes(rewards).slope[tree(block).inverse[:block], : len(rewards)].T)
+    slope = np.ascontiguousarray(slopes(rewards).slope[tree(block).inverse[:block]].T)
     slope[~(slope > SCORE_FLOOR)] = 0  # not "<=", so that NaN goes too
     return separate_pieces(slope, rewards)
 
@@ -103,17 +101,15 @@ def separate_pieces(score: npt.NDArray[np.float32], rewards: npt.NDArray[np.floa
 
 
 def slopes(rewards: npt.NDArray[np.float32]) -> _Workspace:
-    """Envelope slopes of R [n, K + 1] before clipping, in the ``slope`` [rows, columns] of the workspace returned.
+    """Envelope slopes of R [n, K + 1] before clipping, in the ``slope`` [rows, n] of the workspace returned.
 
-    Row `r` is position ``tree(K).position[r]``, column i request i; columns past n are padding (0). Slopes of falling
-    tails are negative, those up to `SCORE_FLOOR` are rounding; a curve with a NaN has NaN in its column. The workspace
-    is this thread's: it is overwritten by the next call.
+    Row `r` is position ``tree(K).position[r]``, column i request i. Slopes of falling tails are negative, those up to
+    `SCORE_FLOOR` are rounding; a curve with a NaN has NaN in its column. The workspace is this thread's: it is
+    overwritten by the next call. Fastest where R is in Fortran order, as `survival.rewards` makes it.
     """
-    n, block = rewards.shape[0], rewards.shape[1] - 1
-    work = _workspace(block, -(-n // _COLUMNS) * _COLUMNS)
-    work.points[:, :n] = rewards[:, 1:].T
-    work.points[:, n:] = 0
-    np.dot(work.matrix, work.points, out=work.quotients)
+    work = _workspace(rewards.shape[1] - 1, rewards.shape[0])
+    points = rewards.T[1:] if rewards.flags.f_contiguous else np.ascontiguousarray(rewards.T[1:])
+    np.dot(work.matrix, points, out=work.quotients)
     for operation, first, second, out in work.steps:
         operation(first, second, out=out)
     return work
@@ -122,7 +118,7 @@ def slopes(rewards: npt.NDArray[np.float32]) -> _Workspace:
 def pooled_scores(rewards: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
     """The hot half of the schedule: all scores of the batch, sorted.
 
-    Returns (bits, rising): bits [rows, columns] int32 are the slopes of `slopes` read as integers (which order as the
+    Returns (bits, rising): bits [rows, n] int32 are the slopes of `slopes` read as integers (which order as the
     positive floats do). rising [R] float32 are the scores above `SCORE_FLOOR`, rising, with the lowest bit 1 where a
     score is the first of its request and 0 elsewhere: a running sum over it counts the requests that draft. A curve
     with a NaN has no score. Both belong to this thread's workspace.
@@ -143,7 +139,6 @@ class _Workspace:
 
     def __init__(self, block: int, columns: int) -> None:
         self.matrix, width, _, _ = tree(block)
-        self.points = np.zeros((block, columns), dtype=np.float32)
         self.quotients = np.zeros((len(self.matrix), columns), dtype=np.float32)
         self.slope = self.quotients[-width:]
         #: Without the row that is padding, where there is only one: it is the last.
@@ -191,7 +186,7 @@ def _workspace(block: int, columns: int) -> _Workspace:
     cache = _local.__dict__.setdefault("cache", {})
     work = cache.get((block, columns))
     if work is None:
-        while len(cache) >= 32:
+        while len(cache) >= 128:
             cache.pop(next(iter(cache)))
         work = cache[block, columns] = _Workspace(block, columns)
     return work

@@ -140,6 +140,7 @@ class Prices:
     draft_borders: Array  # draft_tokens from the last to the first, then 0: draft nothing
     draft_at_borders: Array  # draft, its columns in that order
     each_border: Array
+    ranks: Array  # 0, 1, ..., n K
     _budgets: dict[int, tuple[Array, Array]] = field(default_factory=dict)
 
     def budgets(self, num_tokens: int) -> tuple[Array, Array]:
@@ -229,7 +230,16 @@ class LatencyTable:
         falling = np.append(draft_tokens[::-1], 0).astype(np.int32)
         at_falling = np.concatenate([draft[:, ::-1], np.zeros((n + 1, 1))], axis=1).astype(np.float32)
         prices = Prices(
-            linear, draft_tokens, draft, verify_tokens, verify, each, falling, at_falling, np.arange(columns + 1)
+            linear=linear,
+            draft_tokens=draft_tokens,
+            draft=draft,
+            verify_tokens=verify_tokens,
+            verify=verify,
+            verify_each=each,
+            draft_borders=falling,
+            draft_at_borders=at_falling,
+            each_border=np.arange(columns + 1),
+            ranks=np.arange(n * block + 1, dtype=np.int32),
         )
         self._prices[n, block] = reach, prices
         return prices

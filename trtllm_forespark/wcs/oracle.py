@@ -74,9 +74,9 @@ def _knapsack(step: Step, most: npt.NDArray[np.integer]) -> npt.NDArray[np.int64
             trial = value[: reached + 1] + reward[i, d - 1]
             where = slice(d + 1, d + 2 + reached)
             better = trial > best[where]
-            best[where][better] = trial[better]
-            choice[i, where][better] = d
-            count[where][better] = drafting[: reached + 1][better] + 1
+            np.copyto(best[where], trial, where=better)
+            np.copyto(choice[i, where], d, where=better)
+            np.copyto(count[where], drafting[: reached + 1] + 1, where=better)
         reached += int(most[i]) + 1 if most[i] > 0 else 0
         value, drafting = best, count
     tokens = np.flatnonzero(np.isfinite(value))

@@ -63,7 +63,7 @@ class Policy:
     needs_drafter = True
     #: Prices what it does by a latency table.
     needs_table = False
-    #: Where a whole batch is greedy, B may come from fresh post-draft survival (DESIGN section 3, rule 1).
+    #: Where a whole batch is greedy, B may come from fresh post-draft survival (docs/lossless.md, rule 1).
     fresh_when_greedy = False
 
     def totals(self, step: BeforeDraft) -> Totals:

@@ -160,7 +160,7 @@ def adaptive_budget(
     """How many of the drafted tokens to verify (eq. 1): (B, goodput, draft seconds, verify seconds).
 
     survival: [n, K], what position j of each draft is expected to survive; lengths: [n], d_i. B must not depend on what
-    was drawn (DESIGN section 3, rule 1): pass estimates made before the drafts, unless the whole batch is greedy.
+    was drawn (docs/lossless.md, rule 1): pass estimates made before the drafts, unless the whole batch is greedy.
     """
     n, block = survival.shape
     if n == 0:
@@ -201,10 +201,10 @@ def _largest_that_fit(step: Step, rewards: npt.NDArray[np.float32]) -> Lengths:
     # Back from a total to lengths: count, for each request, the scores at or above the last one taken.
     rising_bits, place = rising.view(np.int32), len(rising) - choice.total
     cut = int(rising_bits[place]) & -2
-    at_least = _count(bits >= cut)[: step.n]
+    at_least = _count(bits >= cut)
     if place == 0 or int(rising_bits[place - 1]) & -2 != cut:
         return at_least.astype(np.int64)
-    above = _count(bits > (cut | 1))[: step.n]
+    above = _count(bits > (cut | 1))
     return _cut(above, at_least - above, choice.total, step.pieces)
 
 
@@ -215,14 +215,14 @@ def _best_pair(
     bits, rising = pooled_scores(rewards)
     count = len(rising)
     rising_bits = rising.view(np.int32)
-    # Of a schedule of the r highest scores: its tokens with anchor slots, and what it gains.
-    slots = rising_bits & 1
-    slots += 1
-    tokens = np.zeros(count + 1, dtype=np.int32)
-    np.add.accumulate(slots[::-1], out=tokens[1:])
-    gain = np.zeros(count + 1, dtype=np.float32)
-    np.add.accumulate(rising[::-1], out=gain[1:])
-    total, budget, goodput, draft, verify = _best_totals(step, tokens, gain)
+    # Of the k lowest scores: how many are the first of their request, and what all of them gain. (Sums over rising
+    # scores, since sums over a reversed array take twice as long.)
+    firsts = np.empty(count + 1, dtype=np.int32)
+    gain = np.empty(count + 1, dtype=np.float32)
+    firsts[0] = gain[0] = 0
+    np.add.accumulate(rising_bits & 1, out=firsts[1:])
+    np.add.accumulate(rising, out=gain[1:])
+    total, budget, goodput, draft, verify = _best_totals(step, firsts, gain)
     if step.pieces == "whole" and 0 < total < count:
         # A piece that is not whole goes. Ties longer than a block belong to several requests: `split` sees to them.
         cut = int(rising_bits[count - total]) & -2
@@ -239,48 +239,56 @@ def _count(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int8]:
 
 
 def _best_totals(
-    step: Step, tokens: npt.NDArray[np.int32], gain: npt.NDArray[np.float32]
+    step: Step, firsts: npt.NDArray[np.int32], gain: npt.NDArray[np.float32]
 ) -> tuple[int, int, float, float, float]:
     """(D, B, goodput, draft and verify seconds).
 
-    tokens, gain: [R + 1], tokens with anchors, and expected accepted tokens, of the top r.
+    firsts, gain: [R + 1], requests' first scores among, and expected accepted tokens of, the k lowest of R scores.
     """
     count = len(gain) - 1
     prices = step.prices
-    every_budget, every_verify = prices.budgets(step.num_tokens)
+    budgets, verify = prices.budgets(step.num_tokens)
+    requests, base = firsts[count], step.n + gain[count]
+    tokens = firsts + prices.ranks[: count + 1]  # with their anchor slots
     if not prices.linear:
-        # The largest rank that fits each bucket, longest first, so that ties go to it; the last is 0, draft nothing.
-        ranks = tokens.searchsorted(prices.draft_borders, side="right")
-        ranks -= 1
-        drafting = tokens.take(ranks)
-        drafting -= ranks
-        draft = prices.draft_at_borders[drafting, prices.each_border]
-        return _argmax(step.n, gain, ranks, draft, np.minimum(every_budget, count), every_verify)
+        # The fewest scores to leave out so that the others fit each bucket. Longest drafts first, so that ties go to
+        # them; the last border is 0, draft nothing.
+        left = tokens.searchsorted(tokens[count] - prices.draft_borders)
+        draft = prices.draft_at_borders[requests - firsts.take(left), prices.each_border]
+        return _argmax(base, gain, left, draft, budgets, verify)
     low, high, low_budget, high_budget = 0, count, 0, count
     while True:
-        ranks, budgets = _sample(low, high)[::-1], _sample(low_budget, high_budget)
-        draft = prices.draft_at(tokens[ranks] - ranks, tokens[ranks])
-        best = _argmax(step.n, gain, ranks, draft, budgets, every_verify[budgets])
+        left, some = _sample(low, high), _sample(low_budget, high_budget)
+        draft = prices.draft_at(requests - firsts[left], tokens[count] - tokens[left])
+        best = _argmax(base, gain, left, draft, some, verify[some])
         if high - low < SAMPLES and high_budget - low_budget < SAMPLES:
             return best
         # Look again between the neighbours of the best.
         width, width_budget = -(-(high - low) // (SAMPLES - 1)), -(-(high_budget - low_budget) // (SAMPLES - 1))
-        low, high = max(best[0] - width, 0), min(best[0] + width, count)
+        low, high = max(count - best[0] - width, 0), min(count - best[0] + width, count)
         low_budget, high_budget = max(best[1] - width_budget, 0), min(best[1] + width_budget, count)
 
 
 def _argmax(
-    n: int, gain: Any, ranks: Any, draft: Any, budgets: Any, verify: Any
+    base: Any, gain: Any, left: Any, draft: Any, budgets: Any, verify: Any
 ) -> tuple[int, int, float, float, float]:
-    """Best of `ranks` x `budgets`. `gain` never falls, so the gain of min(D, B) is the lesser of both."""
-    drafted, verified = gain.take(ranks), gain.take(budgets)
-    drafted += n
-    verified += n
+    """Best of drafting all but the `left` lowest scores x `budgets`; base: n and the gain of all scores.
+
+    The gain of min(D, B) is the lesser of both gains, since `gain` never falls. Budgets past all scores are allowed.
+    """
+    count = len(gain) - 1
+    drafted, verified = base - gain.take(left), base - gain.take(count - budgets, mode="clip")
     value = np.minimum(drafted[:, None], verified)
     value /= draft[:, None] + verify
     best = int(value.argmax())
     row, column = divmod(best, len(budgets))
-    return int(ranks[row]), int(budgets[column]), float(value.flat[best]), float(draft[row]), float(verify[column])
+    return (
+        count - int(left[row]),
+        int(budgets[column]),
+        float(value[row, column]),
+        float(draft[row]),
+        float(verify[column]),
+    )
 
 
 def _sample(low: int, high: int) -> npt.NDArray[np.intp]:

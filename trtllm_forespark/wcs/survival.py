@@ -59,10 +59,10 @@ def prefix_survival(row: FloatArray) -> npt.NDArray[np.float32]:
 def rewards(survival: FloatArray) -> npt.NDArray[np.float32]:
     """R_i(d) = sum_{j<=d} S_i,d,j, accepted tokens to expect of a draft of d fully verified tokens; R_i(0) = 0.
 
-    survival: [n, K, K]. Returns [n, K + 1] float32.
+    survival: [n, K, K]. Returns [n, K + 1] float32, in Fortran order (the schedule works across the batch).
     """
     n, block, _ = survival.shape
-    out = np.zeros((n, block + 1), dtype=np.float32)
+    out = np.zeros((n, block + 1), dtype=np.float32, order="F")
     np.add.reduce(survival, axis=2, out=out[:, 1:])
     return out
 
