@@ -42,6 +42,7 @@ class Executor:
         self.backend, self.controller = backend, controller
         self.config = config or ExecutorConfig()
         self.block = backend.spec.block if backend.spec else 0
+        self.drafts = backend.spec is not None and controller.policy.needs_drafter
         self.scheduler = BatchScheduler(
             KVCacheManager(backend.num_pages, backend.page_size),
             self.config.max_batch_size,
@@ -127,6 +128,8 @@ class Executor:
         """Stage 2: draft lengths and verification budget together (eq. 4)."""
         limits = np.array([self._longest_draft(r) for r in work.decoding], np.int64)
         spare = max(self.config.max_num_tokens - work.num_tokens, 0)
+        if spare == 0:
+            limits[:] = 0  # prompts fill the step: nothing could be verified
         return self.controller.plan([r.key for r in work.decoding], estimate, limits, work.num_tokens, spare)
 
     def draft(self, work: StepWork, plan: Plan) -> Draft:
@@ -170,7 +173,7 @@ class Executor:
         everyone = [*work.decoding, *(chunk.request for chunk in work.chunks)]
         tables = self.scheduler.cache.page_table([r.id for r in everyone])
         seats = [self.scheduler.seats[r] for r in everyone]
-        logits = self.backend.forward(TargetBatch(ids, positions, cu, tables, logits_at, seats))
+        logits = self.backend.forward(TargetBatch(ids, positions, cu, tables, logits_at, seats), self.drafts)
         sampled = [*work.decoding, *(chunk.request for chunk in work.chunks if chunk.last)]
         extra = len(sampled) - len(work.decoding)
         all_verified = torch.tensor(verified + [0] * extra, dtype=torch.int64)
@@ -187,8 +190,11 @@ class Executor:
         budget = np.asarray(selection.verified_lengths).tolist()
         sampled = [*work.decoding, *(chunk.request for chunk in work.chunks if chunk.last)]
         kept = [1 + a for a in accepted[:n]] + [chunk.count for chunk in work.chunks]
-        if self.block:
+        if self.drafts:
             self.backend.commit(kept)
+        for request, bad in zip(sampled, failed, strict=True):
+            if bad:  # before any of its pages can go to another request
+                self.backend.clear(self.scheduler.cache.pages(request.id))
         if n:
             self.controller.observe([r.key for r in work.decoding], draft, selection, outcome)
         for request, count in zip([*work.decoding, *(c.request for c in work.chunks)], kept, strict=True):
@@ -198,6 +204,10 @@ class Executor:
                 request.status = Status.DECODE
         emitted, counted = 0, []
         for i, request in enumerate(sampled):
+            if request.finished:  # a callback of this loop cancelled it
+                if i < n:
+                    counted.append(0)
+                continue
             tokens, reason = cut(outcome.emitted[i], request, self.backend.max_seq_len)
             before = request.accepted
             if i < n:
@@ -207,8 +217,7 @@ class Executor:
             else:
                 request.output_ids.extend(tokens)
             if failed[i] and reason is None:
-                self.backend.clear(self.scheduler.cache.pages(request.id))
-                self._finish(request, "error", "the target's logits were not finite")
+                self._finish(request, "error", "the target's logits were not finite", tokens)
             elif reason is not None:
                 self._finish(request, reason, new_tokens=tokens)
             elif tokens:
@@ -241,6 +250,8 @@ class Executor:
         self, request: Request, reason: str, error: str | None = None, new_tokens: list[int] | None = None
     ) -> None:
         request.finish(reason, error)  # type: ignore[arg-type]
+        if request in self.scheduler.seats:
+            self.backend.release(self.scheduler.seats[request])
         self.scheduler.release(request)
         self.controller.forget(request.key)
         del self.requests[request.id]

@@ -44,11 +44,18 @@ class LLM:
         target, self.tokenizer = load_model(config.model, self.dtype, self.device, say)
         self.drafter_name = config.drafter or default_drafter(config.model)
         drafter = load_drafter(locate_drafter(self.drafter_name)) if self.drafter_name else None
-        if drafter and drafter[0].config.target_layers != target.config.num_layers:
-            raise ValueError(
-                f"drafter {self.drafter_name} was made for a target of {drafter[0].config.target_layers} layers, "
-                f"{config.model} has {target.config.num_layers}"
-            )
+        if drafter:
+            made_for, found = drafter[0].config, target.config
+            for what, wanted, there in (
+                ("layers", made_for.target_layers, found.num_layers),
+                ("hidden size", made_for.hidden_size, found.hidden_size),
+                ("vocabulary", made_for.vocab_size, found.vocab_size),
+            ):
+                if wanted != there:
+                    raise ValueError(
+                        f"drafter {self.drafter_name} was made for a target with {what} {wanted}, "
+                        f"{config.model} has {there}; name a drafter made for it, or policy='ar'"
+                    )
         self.max_seq_len = min(config.max_seq_len or target.config.max_position, target.config.max_position)
         page_size = 64
         tokens = config.kv_cache_tokens or max(config.max_batch_size * 512, self.max_seq_len)
@@ -147,9 +154,9 @@ class LLM:
             request = self.request(prompt, own, callback)
             request.check_fits(self.max_seq_len, self.backend.vocab_size)
             requests.append(request)
-        for request in requests:
-            self.executor.submit(request)
         try:
+            for request in requests:
+                self.executor.submit(request)
             while any(not request.finished for request in requests):
                 self.executor.step()
         except BaseException:

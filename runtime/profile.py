@@ -1,4 +1,4 @@
-"""Measuring this machine: drafting and verification latencies, and the batch-wise caps (ForeSpark appendix B)."""
+"""Measuring this machine: drafting and verification latencies (ForeSpark appendix B)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ class Probe:
         self.backend.forward(batch).argmax(-1).tolist()
         self.backend.commit([1 + (c - 1) // 2 for c in counts])
         self._wait()
-        return time.perf_counter() - started
+        spent = time.perf_counter() - started
+        for seat in range(requests):
+            self.backend.release(seat)
+        return spent
 
     def draft(self, requests: int, tokens: int) -> float:
         """One draft pass of ``requests`` requests whose blocks hold ``tokens`` slots, anchors included."""
@@ -59,10 +62,18 @@ class Probe:
         lengths = [drafted // requests + (i < drafted % requests) for i in range(requests)]
         ids = self.rng.integers(0, self.backend.vocab_size, requests)
         batch = DraftBatch(ids.tolist(), [self.context] * requests, self._tables(requests), list(range(requests)))
+        # Each has the tokens of one step waiting for the drafter's context, as it would.
+        cu = list(range(0, 2 * requests + 1, 2))
+        newest = [self.context - 2 + i % 2 for i in range(2 * requests)]
+        seats = list(range(requests))
+        for seat in seats:
+            self.backend.release(seat)
+        self.backend.forward(TargetBatch([0] * (2 * requests), newest, cu, self._tables(requests), [], seats))
+        self.backend.commit([2] * requests)
         asking = [Request(id=i, prompt_ids=[0]) for i in range(requests)]
         self._wait()
         started = time.perf_counter()
-        self.backend.draft(batch, lengths, Proposing(SamplingRows.of(asking), self.generator))
+        self.backend.draft(batch, lengths, Proposing(SamplingRows.of(asking, self.backend.device), self.generator))
         self._wait()
         return time.perf_counter() - started
 

@@ -50,12 +50,19 @@ class Backend(Protocol):
     page_size: int
     num_pages: int
 
-    def forward(self, batch: TargetBatch) -> torch.Tensor:
-        """Logits [m, V] at ``logits_at``; keys and values of all T tokens go into the cache."""
+    def forward(self, batch: TargetBatch, capture: bool = True) -> torch.Tensor:
+        """Logits [m, V] at ``logits_at``; keys and values of all T tokens go into the cache.
+
+        capture: keep what the drafter reads for `commit`; a policy that never drafts does without.
+        """
         ...
 
     def commit(self, kept: Sequence[int]) -> None:
         """Of the batch just run, keep the first kept[r] tokens of each request r in the drafter's context."""
+        ...
+
+    def release(self, seat: int) -> None:
+        """The request at ``seat`` ended; its drafter state may go."""
         ...
 
     def clear(self, pages: Sequence[int]) -> None:

@@ -16,6 +16,8 @@ from trtllm_forespark.models.transformer import PackedBatch, PackedTransformer
 from trtllm_forespark.runtime.backends.base import DraftBatch, TargetBatch
 from trtllm_forespark.wcs.stages import Draft, Estimate
 
+_MOST_WAITING = 64  # tokens of a request that wait for its next draft
+
 
 @dataclass(frozen=True)
 class _LastPass:
@@ -56,13 +58,17 @@ class TorchBackend:
                 model, calibration, target.embedding_weight(), target.lm_head_weight(), num_pages, page_size, self.dtype
             )
             self.spec, self._capture = self.runner.spec, self.runner.spec.capture_layers
-            self._context = torch.zeros(max_batch_size, model.config.hidden_size, dtype=self.dtype, device=self.device)
+            shape = (max_batch_size, len(self._capture), config.hidden_size)
+            self._newest = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            self._waiting: list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = [
+                [] for _ in range(max_batch_size)
+            ]
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
         return torch.as_tensor(np.asarray(values, np.int64)).to(self.device)
 
     @torch.inference_mode()
-    def forward(self, batch: TargetBatch) -> torch.Tensor:
+    def forward(self, batch: TargetBatch, capture: bool = True) -> torch.Tensor:
         packed = PackedBatch.build(
             batch.token_ids,
             batch.positions,
@@ -71,7 +77,7 @@ class TorchBackend:
             self.page_size,
             self.device,
         )
-        output = self.target.forward(packed, self.kv, self._tensor(batch.logits_at), self._capture)
+        output = self.target.forward(packed, self.kv, self._tensor(batch.logits_at), self._capture if capture else ())
         assert output.logits is not None
         if output.features is not None:
             self._last = _LastPass(output.features, packed.positions, packed.slots, batch.cu_lengths, batch.seats)
@@ -79,24 +85,40 @@ class TorchBackend:
 
     @torch.inference_mode()
     def commit(self, kept: Sequence[int]) -> None:
+        """Long runs (prompts) enter the drafter's context now; the few tokens of a decode step wait until their request
+        drafts, so that a load at which nothing is drafted pays next to nothing for it."""
         if self.runner is None:
             return
         if self._last is None:
-            raise RuntimeError("commit without a pass to commit")
+            raise RuntimeError("commit without a captured pass to commit")
         last, self._last = self._last, None
-        rows: list[int] = []
-        seats: list[int] = []
-        ends: list[int] = []
-        for start, count, seat in zip(last.starts, kept, last.seats, strict=False):
-            if count:
-                rows.extend(range(start, start + count))
-                ends.append(len(rows) - 1)
-                seats.append(seat)
-        if not rows:
+        counts = np.asarray(kept, np.int64)
+        starts = np.asarray(last.starts, np.int64)[: len(counts)]
+        rows = np.repeat(starts - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts) + np.arange(counts.sum())
+        if not len(rows):
             return
-        index = self._tensor(rows)
-        context = self.runner.extend(last.features[index], last.positions[index], last.slots[index])
-        self._context[self._tensor(seats)] = context[self._tensor(ends)]
+        index = torch.from_numpy(rows).to(self.device)
+        parts = counts.tolist()
+        columns = [t[index].split(parts) for t in (last.features, last.positions, last.slots)]
+        for seat, features, positions, slots in zip(last.seats, *columns, strict=False):
+            if len(features):
+                self._newest[seat] = features[-1]
+                waiting = self._waiting[seat]
+                waiting.append((features, positions, slots))
+                if sum(len(f) for f, _, _ in waiting) > _MOST_WAITING:
+                    self._absorb([seat])
+
+    def _absorb(self, seats: Sequence[int]) -> None:
+        """Put what waits of these requests into the drafter's context, all in one pass."""
+        parts = [part for seat in seats for part in self._waiting[seat]]
+        for seat in seats:
+            self._waiting[seat] = []
+        if parts and self.runner is not None:
+            self.runner.extend(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+    def release(self, seat: int) -> None:
+        if self.runner is not None:
+            self._waiting[seat] = []
 
     @torch.inference_mode()
     def clear(self, pages: Sequence[int]) -> None:
@@ -104,21 +126,17 @@ class TorchBackend:
             if kv is not None:
                 kv.clear(self._tensor(pages))
 
-    def _draft_context(self, batch: DraftBatch) -> DraftContext:
-        return DraftContext(
-            anchors=self._tensor(batch.anchors),
-            positions=self._tensor(batch.positions),
-            features=self._context[self._tensor(batch.seats)],
-        )
-
     @torch.inference_mode()
     def estimate(self, batch: DraftBatch) -> Estimate:
         if self.runner is None:
             raise RuntimeError("no drafter is loaded; pre-draft estimates need one")
-        return self.runner.estimate(self._draft_context(batch))
+        features = self.runner.model.fuse(self._newest[self._tensor(batch.seats)])
+        return self.runner.estimate(self._tensor(batch.anchors), features)
 
     @torch.inference_mode()
     def draft(self, batch: DraftBatch, lengths: Sequence[int], propose: Proposer) -> Draft:
         if self.runner is None:
             raise RuntimeError("no drafter is loaded")
-        return self.runner.draft(self._draft_context(batch), self._tensor(lengths), batch.page_table, propose)
+        self._absorb([seat for seat, length in zip(batch.seats, lengths, strict=True) if length])
+        context = DraftContext(self._tensor(batch.anchors), self._tensor(batch.positions))
+        return self.runner.draft(context, self._tensor(lengths), batch.page_table, propose)

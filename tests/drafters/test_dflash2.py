@@ -56,18 +56,17 @@ def fill(runner: DFlash2Runner, lengths: list[int], seed: int = 1) -> tuple[Draf
     generator = torch.Generator().manual_seed(seed)
     n, most = len(lengths), max(-(-length // PAGE) for length in lengths)
     table = np.ascontiguousarray(np.arange(n * most).reshape(most, n).T)
-    features = []
     for i, length in enumerate(lengths):
         positions = torch.arange(length)
         slots = torch.from_numpy(table[i])[positions // PAGE] * PAGE + positions % PAGE
         captured = torch.randn(length, 2, 32, generator=generator)
-        features.append(runner.extend(captured, positions, slots)[-1])
+        runner.extend(captured, positions, slots)
     anchors = torch.randint(0, 90, (n,), generator=generator)
-    return DraftContext(anchors, torch.tensor(lengths), torch.stack(features)), table
+    return DraftContext(anchors, torch.tensor(lengths)), table
 
 
 def rows(context: DraftContext, which: list[int]) -> DraftContext:
-    return DraftContext(context.anchors[which], context.positions[which], context.features[which])
+    return DraftContext(context.anchors[which], context.positions[which])
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -121,7 +120,7 @@ def test_convolution_never_reads_across_a_blocks_start() -> None:
     context, table = fill(runner, [5, 5])
     lengths = torch.tensor([2, 2])
     first = runner.draft_with_logits(context, lengths, table, greedy_choice)[1][1]
-    changed = DraftContext((context.anchors + torch.tensor([7, 0])) % 90, context.positions, context.features)
+    changed = DraftContext((context.anchors + torch.tensor([7, 0])) % 90, context.positions)
     second = runner.draft_with_logits(changed, lengths, table, greedy_choice)[1]
     torch.testing.assert_close(first, second[1], atol=1e-6, rtol=1e-6)
 

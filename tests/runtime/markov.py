@@ -54,13 +54,17 @@ class MarkovBackend:
         self.passes: list[tuple[int, int]] = []
         self.kept: list[Sequence[int]] = []
         self.cleared: list[int] = []
+        self.released: list[int] = []
 
-    def forward(self, batch: TargetBatch) -> torch.Tensor:
+    def forward(self, batch: TargetBatch, capture: bool = True) -> torch.Tensor:
         self.passes.append((len(batch.seats), len(batch.token_ids)))
         return TARGET[torch.tensor(batch.token_ids)[torch.tensor(batch.logits_at, dtype=torch.int64)]]
 
     def commit(self, kept: Sequence[int]) -> None:
         self.kept.append(kept)
+
+    def release(self, seat: int) -> None:
+        self.released.append(seat)
 
     def clear(self, pages: Sequence[int]) -> None:
         self.cleared += pages

@@ -184,7 +184,7 @@ def test_cancelling_waiting_and_running_requests_frees_everything_once() -> None
 class Broken(MarkovBackend):
     """NaN logits for every row after token 3."""
 
-    def forward(self, batch):
+    def forward(self, batch, capture=True):
         logits = super().forward(batch).clone()
         rows = torch.tensor(batch.token_ids)[torch.tensor(batch.logits_at)] == 3
         logits[rows] = torch.nan
@@ -233,7 +233,31 @@ def test_a_callback_that_raises_ends_its_own_request_alone() -> None:
     assert here.output_ids == greedy_chain(0, 12)
 
 
-@pytest.mark.parametrize("policy", ["ar", "full", "adaptive", "wcs"])
+def test_a_callback_may_cancel_another_request_of_the_same_step() -> None:
+    executor = make_executor("wcs")
+
+    def cancels(r: Request, tokens: list[int]) -> None:
+        executor.cancel("other")
+
+    first = request("first", max_tokens=8, callback=cancels)
+    other = request("other", max_tokens=8)
+    run(executor, first, other)
+    assert other.finish_reason == "cancelled" and first.output_ids == greedy_chain(0, 8)
+
+
+def test_prompts_that_fill_a_step_leave_nothing_to_draft_for() -> None:
+    executor = make_executor("full", max_num_tokens=16, max_batch_size=4)
+    executor.submit(request("decoding", max_tokens=30))
+    executor.step()
+    executor.submit(request("long", prompt=[0] * 50, max_tokens=2))
+    before = executor.metrics.drafted
+    work = executor.step()
+    assert work.num_tokens == 16 and executor.metrics.drafted == before
+    executor.run()
+    assert_clean(executor)
+
+
+@pytest.mark.parametrize("policy", ["full", "adaptive", "wcs"])
 def test_the_drafter_context_follows_the_accepted_tokens(policy: str) -> None:
     """What commit keeps adds up to every token but the newest."""
     executor = make_executor(policy)

@@ -122,9 +122,7 @@ def test_replay_steps_past_what_was_accepted_and_the_targets_next_token(length: 
         while anchor < len(text.tokens) - 1:
             from trtllm_forespark.drafters.base import DraftContext
 
-            context = DraftContext(
-                torch.tensor([int(text.tokens[anchor])]), torch.tensor([anchor]), replay.context[i][anchor - 1][None]
-            )
+            context = DraftContext(torch.tensor([int(text.tokens[anchor])]), torch.tensor([anchor]))
             draft = runner.draft(context, torch.tensor([length]), replay.page_table[i : i + 1], greedy_choice)
             truth = text.tokens[anchor + 1 : anchor + 1 + length]
             accepted = 0

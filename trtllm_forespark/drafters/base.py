@@ -44,12 +44,10 @@ class DraftContext:
     """What the drafter knows of each of n requests before it drafts.
 
     anchors: [n] newest token ids, not through the target yet. positions: [n] their positions (= context lengths).
-    features: [n, H] the drafter's fused context feature of the last token that went through the target (c_i).
     """
 
     anchors: torch.Tensor
     positions: torch.Tensor
-    features: torch.Tensor
 
 
 class Proposer(Protocol):
@@ -74,8 +72,9 @@ class DrafterRunner(Protocol):
         """Absorb target features [T, L, H] of tokens at ``positions`` [T] into the context; returns c [T, H]."""
         ...
 
-    def estimate(self, context: DraftContext) -> Estimate:
-        """Pre-draft estimate (eq. 2-3), calibrated."""
+    def estimate(self, anchors: torch.Tensor, features: torch.Tensor) -> Estimate:
+        """Pre-draft estimate (eq. 2-3), calibrated. anchors [n]; features [n, H]: c of the last token that went
+        through the target (the anchor has not, so it has no feature of its own)."""
         ...
 
     def draft(self, context: DraftContext, lengths: torch.Tensor, page_table: np.ndarray, propose: Proposer) -> Draft:

@@ -115,13 +115,13 @@ class DFlash2Runner:
             self.kv.write(layer, slots, *self.model.context_keys_values(layer, context, rotary))
         return context
 
-    def estimate_logits(self, context: DraftContext) -> torch.Tensor:
-        """Raw pre-draft logits z [n, outputs] (eq. 2)."""
-        return self.model.pre_draft_estimator(context.features, self.embedding[context.anchors])
+    def estimate_logits(self, anchors: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """Raw pre-draft logits z [n, outputs] (eq. 2), float32; anchors [n], features c [n, H]."""
+        return self.model.pre_draft_estimator(features, self.embedding[anchors]).float()
 
-    def estimate(self, context: DraftContext) -> Estimate:
+    def estimate(self, anchors: torch.Tensor, features: torch.Tensor) -> Estimate:
         """Calibrated pre-draft survival (eq. 3), on the host."""
-        logits = self.estimate_logits(context).float().cpu().numpy()
+        logits = self.estimate_logits(anchors, features).cpu().numpy()
         to_survival = directional_to_survival if self.spec.directional else triangle_to_survival
         survival = to_survival(logits, self.calibration.scale, self.calibration.bias)
         return Estimate(survival=survival, known=np.ones(len(logits), bool))

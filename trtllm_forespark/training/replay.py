@@ -90,11 +90,11 @@ class Replay:
             context = DraftContext(
                 anchors=torch.tensor([int(self.texts[i].tokens[a]) for i, a in zip(active, at, strict=True)]),
                 positions=torch.from_numpy(at),
-                features=torch.stack([self.context[i][a - 1] for i, a in zip(active, at, strict=True)]),
             )
+            features = torch.stack([self.context[i][a - 1] for i, a in zip(active, at, strict=True)])
             lengths = torch.full((len(active),), length)
             draft, post = self.runner.draft_with_logits(context, lengths, self.page_table[active], greedy_choice)
-            pre = self.runner.estimate_logits(context)
+            pre = self.runner.estimate_logits(context.anchors, features)
             tokens = draft.token_ids.view(len(active), length).numpy()
             labelled = np.array(
                 [min(length, len(self.texts[i].tokens) - 1 - a) for i, a in zip(active, at, strict=True)]
@@ -106,7 +106,7 @@ class Replay:
                 ]
             )
             accepted = (tokens == truth).cumprod(1).sum(1)
-            parts.append((pre.numpy(), post.numpy(), accepted, labelled, previous[active].copy()))
+            parts.append((pre.cpu().numpy(), post.cpu().numpy(), accepted, labelled, previous[active].copy()))
             previous[active] = accepted
             anchors[active] = at + accepted + 1
             report(int(sum(len(p[2]) for p in parts)))
