@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import datetime
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trtllm_forespark.files import write_text
 from trtllm_forespark.models.registry import locate_drafter
+from trtllm_forespark.runtime.bench.scheduler import record
 from trtllm_forespark.runtime.writing import answers, target_features
 from trtllm_forespark.training.calibrate import fit, judge
 from trtllm_forespark.training.replay import Replay, Text, Trace
@@ -23,12 +27,16 @@ def greedy_texts(llm: LLM, prompts: list[str], max_tokens: int, say: Callable[[s
     assert llm.backend.spec is not None
     read = target_features(llm, llm.backend.spec.capture_layers)
     texts: dict[int, Text] = {}
-    for done, (index, prompt, response, _) in enumerate(answers(llm, max_tokens, 0.0, 1.0, 0)(prompts), 1):
+    for done, (index, prompt, response, _) in enumerate(
+        answers(llm, max_tokens, 0.0, 1.0, 0)(list(enumerate(prompts))), 1
+    ):
         if len(response) >= 2:
             tokens = np.array(prompt + response)
             texts[index] = Text(tokens, read(tokens, 1)[0], len(prompt))
         if done % max(1, len(prompts) // 10) == 0:
             say(f"calibrate: {done} of {len(prompts)} answers")
+    if not texts:
+        raise ValueError("no answer was long enough to draft in; give longer answers (max tokens) or other prompts")
     return [texts[i] for i in sorted(texts)]
 
 
@@ -44,6 +52,9 @@ def calibrate(
         raise ValueError("calibrate needs a drafter; give --drafter")
     if len(prompts) < 12:
         raise ValueError(f"calibration needs at least 12 prompts, got {len(prompts)}")
+    folder = locate_drafter(llm.drafter_name)
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{folder} cannot be written to; copy the drafter and give --drafter COPY")
     texts = greedy_texts(llm, prompts, max_tokens, say)
     held = {i for i in range(len(texts)) if i % 3 == 2}
     block, directional = runner.spec.block, runner.spec.directional
@@ -63,13 +74,13 @@ def calibrate(
     drafts = len(fitted[block].accepted)
     source = f"{len(texts) - len(held)} prompts, {drafts} drafts of length {block}, greedy, {llm.dtype}, {date}"
     calibration = fit(fitted, block, directional, source)
-    folder = locate_drafter(llm.drafter_name)
     calibration.save(folder / "calibration.json")
     report = {"source": source, "held_out_prompts": len(held), **judge(judged, fitted, calibration, block, directional)}
     if triangles:
-        logits = judged[block].pre_logits * calibration.scale + calibration.bias
-        np.savez_compressed(triangles, logits=logits.astype(np.float16)[:4096])
-    return {"calibration": str(folder / "calibration.json"), "report": report}
+        record(triangles, (judged[block].pre_logits * calibration.scale + calibration.bias)[:4096])
+    result = {"calibration": str(folder / "calibration.json"), "report": report}
+    write_text(folder / "calibration_report.json", json.dumps(report, indent=1) + "\n")
+    return result
 
 
 def page_chunks(texts: list[Text], num_pages: int, page_size: int) -> list[list[Text]]:
@@ -78,7 +89,7 @@ def page_chunks(texts: list[Text], num_pages: int, page_size: int) -> list[list[
     used = 0
     for text in texts:
         pages = -(-len(text.tokens) // page_size)
-        if used + pages > num_pages:
+        if used + pages > num_pages and chunks[-1]:
             chunks.append([])
             used = 0
         chunks[-1].append(text)

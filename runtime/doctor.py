@@ -19,7 +19,6 @@ OPTIONAL = {
     "gguf": (("gguf",), "[cpu]"),
     "tokenizers": (("tokenizers",), "[cpu]"),
     "jinja2": (("jinja2",), "[cpu]"),
-    "matplotlib": (("matplotlib",), "[train]"),
     "fastapi": (("fastapi",), "[serve]"),
     "uvicorn": (("uvicorn",), "[serve]"),
     "triton": (("triton",), "[triton]"),

@@ -58,11 +58,13 @@ class LLM:
                     )
         self.max_seq_len = min(config.max_seq_len or target.config.max_position, target.config.max_position)
         page_size = 64
-        tokens = config.kv_cache_tokens or max(config.max_batch_size * 512, self.max_seq_len)
+        tokens = config.kv_cache_tokens or max(
+            config.max_batch_size * 512, tables.USUAL_REQUESTS * 512, self.max_seq_len
+        )
         self.backend = TorchBackend(
             target,
             drafter,
-            max_batch_size=config.max_batch_size,
+            max_batch_size=max(config.max_batch_size, tables.USUAL_REQUESTS),
             max_seq_len=self.max_seq_len,
             num_pages=-(-tokens // page_size),
             page_size=page_size,

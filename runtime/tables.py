@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trtllm_forespark.files import write_text
 from trtllm_forespark.models.registry import cache_home
 from trtllm_forespark.runtime.profile import Probe
 from trtllm_forespark.wcs.latency import LatencyTable, profile
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from trtllm_forespark.runtime.llm import LLM
 
 Say = Callable[[str], None]
+
+USUAL_REQUESTS = 32
+"""Tables reach at least this many requests, whatever the engine they are measured in admits."""
 
 
 def cached_path(identity: dict[str, str]) -> Path:
@@ -29,12 +33,17 @@ def cached_path(identity: dict[str, str]) -> Path:
 def load_or_profile(llm: LLM, say: Say) -> LatencyTable:
     """The table at ``llm.table_path``, which must be for this device, model, drafter and dtype; else a new one."""
     path = llm.table_path
+    largest = max(USUAL_REQUESTS, min(llm.config.max_batch_size, 64))
     if path.exists():
-        return LatencyTable.load(path, expect=llm.identity)
-    if llm.config.latency_table:
+        table = LatencyTable.load(path, expect=llm.identity)
+        if llm.config.latency_table or int(table.verify.requests[-1]) >= largest:
+            return table
+        say(f"the kept latency table ends at {table.verify.requests[-1]} requests; measuring up to {largest}")
+    elif llm.config.latency_table:
         raise ValueError(f"latency_table {path} does not exist; make it with `forespark profile --output {path}`")
-    say("no latency table for this machine yet; measuring (about a minute, kept for the next start)")
-    table = measure(llm, say)
+    else:
+        say("no latency table for this machine yet; measuring (about a minute, kept for the next start)")
+    table = measure(llm, say, max_requests=largest)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     table.save(temporary)
@@ -47,7 +56,7 @@ def measure(llm: LLM, say: Say, timings: int = 9, context: int = 160, max_reques
     spec = llm.backend.spec
     if spec is None:
         raise ValueError("latency tables need a drafter; give drafter=…")
-    probe = Probe(llm.backend, context, min(max_requests or 64, llm.config.max_batch_size))
+    probe = Probe(llm.backend, context, max_requests or USUAL_REQUESTS)
     sizes = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n <= probe.max_requests]
     lengths = [d for d in (1, 2, 3, 5, 7, 10, 15, 23, 31) if d <= spec.block]
     probe.verify(sizes[-1], sizes[-1])  # the first pass pays for memory
@@ -67,13 +76,24 @@ def measure(llm: LLM, say: Say, timings: int = 9, context: int = 160, max_reques
 
 def load_or_measure_caps(llm: LLM, say: Say) -> dict[int, int]:
     """Batch-wise caps by load, as appendix B finds them: every cap at every load, the fastest kept."""
-    path = llm.table_path.with_suffix(".caps.json")
+    path = caps_path(llm.table_path)
     if path.exists():
-        return {int(load): int(cap) for load, cap in json.loads(path.read_text())["caps"].items()}
+        try:
+            return {int(load): int(cap) for load, cap in json.loads(path.read_text())["caps"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} holds no caps ({error!r}); remove it to measure them again") from None
+    say("no batch-wise caps for this machine yet; running every cap at every load (about two minutes, kept)")
+    return measure_and_keep_caps(llm, say, path)
+
+
+def measure_and_keep_caps(llm: LLM, say: Say, path: Path) -> dict[int, int]:
     from trtllm_forespark.runtime.bench.caps import measure_caps
 
-    say("no batch-wise caps for this machine yet; running every cap at every load (about two minutes, kept)")
     measured = measure_caps(llm, say)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(measured, indent=1) + "\n")
-    return {int(load): int(cap) for load, cap in measured["caps"].items()}
+    write_text(path, json.dumps(measured, indent=1) + "\n")
+    return measured["caps"]
+
+
+def caps_path(table: Path) -> Path:
+    """Where the caps that belong to a latency table lie."""
+    return table.with_suffix(".caps.json")

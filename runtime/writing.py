@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 def answers(llm: LLM, max_tokens: int, temperature: float, top_p: float, seed: int) -> Generate:
     """Answer prompts (chat template) with a seed of their own each; yields them as they finish."""
 
-    def write(prompts: Sequence[str]) -> Iterator[tuple[int, list[int], list[int], bool]]:
+    def write(prompts: Sequence[tuple[int, str]]) -> Iterator[tuple[int, list[int], list[int], bool]]:
         open_requests: dict[Hashable, tuple[int, Request]] = {}
         executor = llm.executor
-        todo = list(enumerate(prompts))[::-1]
+        todo = list(prompts)[::-1]
         while todo or open_requests:
             while todo and len(open_requests) < executor.config.max_batch_size:
                 index, text = todo.pop()
@@ -32,7 +32,11 @@ def answers(llm: LLM, max_tokens: int, temperature: float, top_p: float, seed: i
                     top_p=top_p,
                     seed=seed + index if temperature else None,
                 )
-                request = llm.request(llm.chat_ids(text), params)
+                ids = llm.chat_ids(text)
+                if len(ids) >= llm.max_seq_len:
+                    yield index, ids, [], False
+                    continue
+                request = llm.request(ids, params)
                 executor.submit(request)
                 open_requests[request.id] = (index, request)
             executor.step()

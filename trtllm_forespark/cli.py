@@ -20,6 +20,12 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def check_output(where: str | None) -> None:
+    """Before any work: a result must have somewhere to go."""
+    if where not in (None, "-") and (Path(where).is_dir() or not Path(where).absolute().parent.is_dir()):
+        raise UsageError(f"--json {where}: not a file in a folder that exists")
+
+
 def write_json(where: str | None, result: Any) -> None:
     """``-`` is standard output; None writes nothing."""
     if where is None:
@@ -164,8 +170,12 @@ def bench_decode(args: argparse.Namespace) -> int:
     from trtllm_forespark.runtime.bench.prompts import load_prompts
 
     policies, loads = names(args.policies), numbers(args.loads)
+    check_policies(policies)
+    for option in ("tokens", "rounds", "requests"):
+        if getattr(args, option) < 1:
+            raise UsageError(f"--{option} {getattr(args, option)}: give 1 or more")
     prompts = [p["prompt"] for p in load_prompts(args.prompts)]
-    llm = make_llm(args, policy="ar", max_batch_size=max([64, *loads]))
+    llm = make_llm(args, policy="ar", max_batch_size=max(loads))
     result = decode.run(llm, policies, loads, args.tokens, args.rounds, args.requests, prompts, args.temperature, say)
     if args.json != "-":
         print(decode.table(result))
@@ -200,6 +210,15 @@ def demo(args: argparse.Namespace) -> int:
 
 def names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def check_policies(policies: list[str]) -> None:
+    """Before any work: names that exist, at least one, none twice."""
+    from trtllm_forespark.wcs.policies import POLICIES
+
+    wrong = [name for name in policies if name not in POLICIES]
+    if wrong or not policies or len(set(policies)) < len(policies):
+        raise UsageError(f"policies {','.join(policies)!r}: give some of {', '.join(POLICIES)}, each once")
 
 
 def numbers(text: str) -> list[int]:
@@ -290,13 +309,17 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; bad input prints one line and returns 2."""
     try:
         args = build_parser().parse_args(argv)
+        check_output(getattr(args, "json", None))
         return args.run(args)
     except KeyboardInterrupt:
         say("interrupted")
         return 130
     except BrokenPipeError:
         return 141
-    except (ValueError, FileNotFoundError, RuntimeError) as error:
+    except OSError as error:
+        say(f"forespark: {error.filename}: {error.strerror}" if error.filename else f"forespark: {error}")
+        return 2
+    except (ValueError, RuntimeError, ArithmeticError) as error:
         say(f"forespark: {error}")
         return 2
     except ModuleNotFoundError as error:
@@ -308,7 +331,7 @@ def extra_for(package: str | None) -> str:
     root = (package or "").split(".")[0]
     table = {
         "mpi4py": "mpi", "modelopt": "quantize", "tensorrt": "engines", "triton": "triton", "tensorrt_llm": "trtllm",
-        "matplotlib": "train", "fastapi": "serve", "uvicorn": "serve",
+        "fastapi": "serve", "uvicorn": "serve",
     }  # fmt: skip
     return table.get(root, "cpu")
 

@@ -32,7 +32,7 @@ def train(args: argparse.Namespace) -> int:
     from trtllm_forespark.training.features import FeatureStore
     from trtllm_forespark.training.trainer import Trainer, TrainSettings
 
-    llm = make_llm(args, policy="ar", drafter=None, dtype="float32")
+    llm = make_llm(args, policy="ar", dtype="float32")
     target = llm.backend.target
     c = target.config
     layers = args.capture or evenly_spaced(c.num_layers)
@@ -65,6 +65,7 @@ def train(args: argparse.Namespace) -> int:
         c.hidden_size,
         args.seed or 0,
         every(say, "texts read by the target"),
+        f"{llm.config.model}, layers {','.join(str(layer) for layer in layers)}",
     )
     settings = TrainSettings(
         minutes=args.minutes,
@@ -74,7 +75,10 @@ def train(args: argparse.Namespace) -> int:
         anchors=args.anchors,
     )
     store = FeatureStore(features, len(layers), c.hidden_size)
-    trainer = Trainer(config, settings, store, target.embedding_weight(), target.final_norm_weight(), output)
+    embedding, head, norm = (
+        w.float().cpu() for w in (target.embedding_weight(), target.lm_head_weight(), target.final_norm_weight())
+    )
+    trainer = Trainer(config, settings, store, embedding, head, norm, output)
     final = trainer.run(lambda line: say(json.dumps(line)))
     save_drafter(output, trainer.model)
     print(
@@ -110,8 +114,7 @@ def profile(args: argparse.Namespace) -> int:
     table.save(path)
     print(path)
     if args.caps:
-        path.with_suffix(".caps.json").unlink(missing_ok=True)
-        print(json.dumps(tables.load_or_measure_caps(llm, say)))
+        print(json.dumps(tables.measure_and_keep_caps(llm, say, tables.caps_path(path))))
     return 0
 
 
@@ -186,6 +189,6 @@ def add_commands(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> 
     made.add_argument("--output", default=None, help="default: the cache")
     made.add_argument("--timings", type=int, default=30, help="passes an entry (default: %(default)s)")
     made.add_argument("--context", type=int, default=160, help="tokens of context of every request")
-    made.add_argument("--requests", type=int, default=64, help="largest batch")
+    made.add_argument("--requests", type=int, default=32, help="largest batch (default: %(default)s)")
     made.add_argument("--caps", action="store_true", help="also find the batch-wise caps (every cap at every load)")
     add_engine_arguments(made, policy=False)

@@ -21,7 +21,7 @@ class EngineConfig(BaseModel):
     policy: PolicyName = Field("wcs", description="how draft and verification lengths are decided")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = Field("auto", description="cpu, cuda, cuda:N, or auto: cuda where there is one")
-    max_batch_size: int = Field(64, ge=1, le=65536, description="requests that run at once")
+    max_batch_size: int = Field(32, ge=1, le=65536, description="requests that run at once")
     max_num_tokens: int = Field(1024, ge=1, description="tokens of one step, prompts and drafts together")
     max_seq_len: int | None = Field(None, ge=2, description="prompt and output; None: the model's context")
     kv_cache_tokens: int | None = Field(None, ge=1, description="None: room for max_batch_size requests of 512 tokens")

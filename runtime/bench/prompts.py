@@ -32,8 +32,8 @@ def load_prompts(path: str | Path | None = None) -> list[dict]:
                     raise ValueError(f'{path}, line {number}: needs an object with a text under "prompt"')
                 row.setdefault("id", row.get("task_id", row.get("question_id", number - 1)))
                 rows.append(row)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror or error}") from None
+    except (OSError, EOFError) as error:
+        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     if not rows:
         raise ValueError(f"{path} holds no prompts")
     return rows

@@ -95,6 +95,14 @@ def test_positions_past_the_text_are_no_labels() -> None:
     assert calibration.scale[-1] == 1.0 and calibration.bias[-1] == 0.0, "nothing is known of position 3"
 
 
+def test_an_entry_with_few_labels_goes_by_its_position() -> None:
+    many, few = synthetic(2, 0.5, 1.0, 1.0), synthetic(3, 0.5, 1.0, 1.0, n=12)
+    traces = {1: synthetic(1, 0.5, 1.0, 1.0), 2: many, 3: few}
+    calibration = fit(traces, K, False, "test")
+    by_entry = {(d, j): calibration.scale[o] for o, d, j in entries(K, False)}
+    assert by_entry[3, 1] == pytest.approx(0.5, abs=0.1) and by_entry[3, 2] == pytest.approx(0.5, abs=0.1)
+
+
 def test_calibration_files_round_trip_and_wrong_ones_name_the_field(tmp_path) -> None:
     path = tmp_path / "calibration.json"
     made = Calibration.identity(3, 6)

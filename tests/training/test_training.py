@@ -49,7 +49,15 @@ def make_store(folder, texts: int = 14, seed: int = 0) -> FeatureStore:
 def make_trainer(folder, store, **settings) -> Trainer:
     torch.manual_seed(0)
     given = {"minutes": 100.0, "texts": 2, "anchors": 4, "held": 4, "warmup_steps": 2, **settings}
-    return Trainer(CONFIG, TrainSettings(**given), store, torch.randn(VOCAB, HIDDEN), torch.ones(HIDDEN), folder)
+    return Trainer(
+        CONFIG,
+        TrainSettings(**given),
+        store,
+        torch.randn(VOCAB, HIDDEN),
+        torch.randn(VOCAB, HIDDEN),
+        torch.ones(HIDDEN),
+        folder,
+    )
 
 
 def test_anchors_labels_and_predecessors_line_up() -> None:
@@ -225,6 +233,10 @@ def test_stores_and_texts_that_are_wrong_say_so(tmp_path) -> None:
         FeatureStore(tmp_path / "f", LAYERS + 1, HIDDEN)
     with pytest.raises(ValueError, match="other texts"):
         write_features([(np.arange(9), 3)], fake_features, tmp_path / "f", LAYERS, HIDDEN)
+    texts = [(np.arange(9), 3)]
+    write_features(texts, fake_features, tmp_path / "g", LAYERS, HIDDEN, source="one layer set")
+    with pytest.raises(ValueError, match=r"another target \(one layer set\)"):
+        write_features(texts, fake_features, tmp_path / "g", LAYERS, HIDDEN, source="another layer set")
     (tmp_path / "bad.npz").write_bytes(b"no archive")
     with pytest.raises(ValueError, match=r"bad\.npz is not a file of"):
         load_texts(tmp_path / "bad.npz", VOCAB)
@@ -246,10 +258,10 @@ def test_distillation_goes_on_where_it_stopped(tmp_path) -> None:
     def engine(fail_after: int):
         def generate(texts):
             asked.append(list(texts))
-            for i, text in enumerate(texts):
-                if i == fail_after:
+            for done, (number, text) in enumerate(texts):
+                if done == fail_after:
                     raise KeyboardInterrupt
-                yield i, [1, int(text[1:])], [2, 3], True
+                yield number, [1, int(text[1:])], [2, 3], True
 
         return generate
 
@@ -257,7 +269,7 @@ def test_distillation_goes_on_where_it_stopped(tmp_path) -> None:
     with pytest.raises(KeyboardInterrupt):
         distill(prompts, engine(2), out, lambda done, total: None)
     assert distill(prompts, engine(99), out, lambda done, total: None) == 5
-    assert asked == [["p0", "p1", "p2", "p3", "p4"], ["p2", "p3", "p4"]]
+    assert [[text for _, text in texts] for texts in asked] == [["p0", "p1", "p2", "p3", "p4"], ["p2", "p3", "p4"]]
     assert [t.tolist() for t, _ in load_texts(out, 10)] == [[1, i, 2, 3] for i in range(5)]
 
 

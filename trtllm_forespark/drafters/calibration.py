@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from trtllm_forespark.files import write_text
+
 
 @dataclass(frozen=True)
 class Calibration:
@@ -38,12 +40,15 @@ class Calibration:
             "post_draft": {"temperature": self.temperature.tolist()},
             "mean_survival": self.mean_survival.tolist(),
         }
-        Path(path).write_text(json.dumps(data, indent=1) + "\n")
+        write_text(path, json.dumps(data, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path, block: int, outputs: int) -> Calibration:
         """Raises ValueError naming the file and the field whose length is wrong."""
-        data = json.loads(Path(path).read_text())
+        try:
+            data = json.loads(Path(path).read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not JSON ({error}); run `forespark calibrate` again") from None
         try:
             fields = {
                 "scale": (data["pre_draft"]["scale"], outputs),

@@ -37,7 +37,12 @@ def load_drafter(folder: Path) -> tuple[DFlash2, Calibration]:
         data = json.loads((folder / "config.json").read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{folder / 'config.json'} is not JSON: {error}") from None
-    config = DFlash2Config.from_json(data)
+    if not isinstance(data, dict):
+        raise ValueError(f"{folder / 'config.json'} holds no object")
+    try:
+        config = DFlash2Config.from_json(data)
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from None
     model = DFlash2(config)
     wanted = model.state_dict()
     path = folder / "model.safetensors"

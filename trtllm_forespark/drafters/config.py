@@ -113,7 +113,7 @@ class DFlash2Config:
                 target=ours.get("target", ""),
             )
         except KeyError as missing:
-            raise ValueError(f"config.json of the drafter lacks {missing}") from None
+            raise ValueError(f"the drafter's settings lack {missing}") from None
 
     def asdict(self) -> dict[str, Any]:
         return asdict(self)

@@ -11,6 +11,7 @@ from trtllm_forespark.training.replay import Trace
 
 TEMPERATURES = np.exp(np.linspace(np.log(0.1), np.log(10.0), 41))
 BINS = 15
+PULL = 30.0
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -46,12 +47,14 @@ def fit_temperatures(trace: Trace) -> np.ndarray:
     return temperatures
 
 
-def fit_logistic(z: np.ndarray, happened: np.ndarray, ridge: float = 1.0) -> tuple[float, float]:
+def fit_logistic(
+    z: np.ndarray, happened: np.ndarray, towards: tuple[float, float] = (1.0, 0.0), ridge: float = 1.0
+) -> tuple[float, float]:
     """a, b of sigmoid(a z + b) by Newton's method with backtracking (far from the optimum a full step overshoots).
 
-    The weak pull to (1, 0) keeps few or one-sided labels finite.
+    The pull of strength ``ridge`` to ``towards`` keeps few or one-sided labels finite.
     """
-    prior = np.array([1.0, 0.0])
+    prior = np.array(towards)
     x = np.stack([z, np.ones_like(z)], 1).astype(np.float64)
 
     def loss(weight: np.ndarray) -> float:
@@ -90,12 +93,17 @@ def fit(traces: dict[int, Trace], block: int, directional: bool, source: str) ->
     """traces: by draft length; K alone for a directional drafter, every length else."""
     table = entries(block, directional)
     scale, bias = np.ones(len(table), np.float32), np.zeros(len(table), np.float32)
-    for output, d, j in table:
-        trace = traces[d]
-        rows = reached(trace, j)
-        scale[output], bias[output] = fit_logistic(
-            trace.pre_logits[rows, output], (trace.accepted[rows] >= j).astype(float)
-        )
+    for position in range(1, block + 1):
+        # Few drafts get far: an entry's own fit is pulled towards that of its position over all lengths.
+        labels = {}
+        for output, d, j in table:
+            if j == position:
+                rows = reached(traces[d], j)
+                labels[output] = traces[d].pre_logits[rows, output], (traces[d].accepted[rows] >= j).astype(float)
+        everything = [np.concatenate(column) for column in zip(*labels.values(), strict=True)]
+        pooled = fit_logistic(everything[0], everything[1], ridge=PULL)
+        for output, (z, happened) in labels.items():
+            scale[output], bias[output] = fit_logistic(z, happened, pooled, PULL)
     full = traces[block]
     mean = np.array(
         [

@@ -5,8 +5,10 @@ The running engine is handed in (`Generate`, `Features`), so that this floor kno
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -18,10 +20,10 @@ from trtllm_forespark.training.features import TOP
 
 
 class Generate(Protocol):
-    """The engine at work: prompts in, prompt and response token ids out, in any order, as they finish."""
+    """The engine at work: numbered prompts in, prompt and response token ids out, in any order, as they finish."""
 
-    def __call__(self, prompts: Sequence[str]) -> Iterator[tuple[int, list[int], list[int], bool]]:
-        """Yields (index of the prompt, prompt ids, response ids, ended by itself)."""
+    def __call__(self, prompts: Sequence[tuple[int, str]]) -> Iterator[tuple[int, list[int], list[int], bool]]:
+        """Yields (number of the prompt, prompt ids, response ids, ended by itself); no response: it did not fit."""
         ...
 
 
@@ -66,12 +68,19 @@ def distill(prompts: list[dict], generate: Generate, output: Path, report: Calla
                 row = json.loads(line)
             except json.JSONDecodeError:
                 continue  # the line a crash cut short
-            done[row["index"]] = row
+            index = row["index"]
+            if index < len(prompts) and row.get("prompt_hash") == _hash(prompts[index]["prompt"]):
+                done[index] = row
     todo = [i for i in range(len(prompts)) if i not in done]
     with partial.open("a") as file:
-        for position, prompt_ids, response_ids, ended in generate([prompts[i]["prompt"] for i in todo]):
-            index = todo[position]
-            done[index] = {"index": index, "prompt": prompt_ids, "resp": response_ids, "ended": ended}
+        for index, prompt_ids, response_ids, ended in generate([(i, prompts[i]["prompt"]) for i in todo]):
+            done[index] = {
+                "index": index,
+                "prompt_hash": _hash(prompts[index]["prompt"]),
+                "prompt": prompt_ids,
+                "resp": response_ids,
+                "ended": ended,
+            }
             file.write(json.dumps(done[index]) + "\n")
             file.flush()
             report(len(done), len(prompts))
@@ -79,6 +88,10 @@ def distill(prompts: list[dict], generate: Generate, output: Path, report: Calla
     save_texts(output, rows, [prompts[r["index"]] for r in rows])
     partial.unlink()
     return len(rows)
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def save_texts(output: Path, rows: list[dict], prompts: list[dict]) -> None:
@@ -102,7 +115,7 @@ def load_texts(path: Path, vocab_size: int) -> list[tuple[np.ndarray, int]]:
     try:
         data = np.load(path)
         prompt, prompt_off, resp, resp_off = (data[k] for k in ("prompt", "prompt_off", "resp", "resp_off"))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is not a file of `forespark distill`: {error}") from None
     if len(prompt_off) != len(resp_off) or prompt_off[-1] != len(prompt) or resp_off[-1] != len(resp):
         raise ValueError(f"{path}: offsets and tokens do not match")
@@ -124,6 +137,7 @@ def write_features(
     hidden_size: int,
     seed: int = 0,
     report: Callable[[int, int], None] = lambda done, total: None,
+    source: str = "",
 ) -> None:
     """Run the target over every text once, in a seeded random order, into a `FeatureStore`; resumable."""
     folder = Path(folder)
@@ -136,15 +150,19 @@ def write_features(
     progress = folder / "progress"
     shapes = {
         "hidden.f16": (np.float16, (int(tok_off[-1]), layers, hidden_size)),
-        "topi.u16": (np.uint16, (int(resp_off[-1]), TOP)),
+        "topi.u32": (np.uint32, (int(resp_off[-1]), TOP)),
         "topp.f16": (np.float16, (int(resp_off[-1]), TOP)),
     }
     if progress.exists():
-        if not np.array_equal(np.load(folder / "tokens.npy"), tokens):
-            raise ValueError(f"{folder} holds the features of other texts; give another folder")
+        made_from = str(np.load(folder / "index.npz").get("source", ""))
+        if made_from != source or not np.array_equal(np.load(folder / "tokens.npy"), tokens):
+            raise ValueError(
+                f"{folder} holds the features of other texts, layers or another target ({made_from or 'unnamed'}); "
+                "give another folder"
+            )
     else:
         np.save(folder / "tokens.npy", tokens)
-        np.savez(folder / "index.npz", order=order, tok_off=tok_off, resp_off=resp_off)
+        np.savez(folder / "index.npz", order=order, tok_off=tok_off, resp_off=resp_off, source=np.array(source))
     maps = {
         name: np.memmap(folder / name, dtype, "r+" if progress.exists() else "w+", shape=shape)
         for name, (dtype, shape) in shapes.items()
@@ -154,7 +172,7 @@ def write_features(
         top = logits.float().topk(TOP, dim=-1)
         rows = slice(resp_off[i], resp_off[i + 1])
         maps["hidden.f16"][tok_off[i] : tok_off[i + 1]] = hidden.clamp(-60000, 60000).to(torch.float16).numpy()
-        maps["topi.u16"][rows] = top.indices.numpy()
+        maps["topi.u32"][rows] = top.indices.numpy()
         maps["topp.f16"][rows] = (top.values - logits.float().logsumexp(-1, keepdim=True)).exp().numpy()
         if i % 16 == 15 or i == len(order) - 1:
             temporary = folder / "progress.tmp"

@@ -1,7 +1,7 @@
 """Target features of training text on disk: written once by the target, read by every epoch.
 
 A store is a folder: ``tokens.npy`` (all sequences, prompt then response), ``index.npz`` (``tok_off``, ``resp_off``),
-``hidden.f16`` [tokens, L, H] (outputs of the captured layers), ``topi.u16`` and ``topp.f16`` [response tokens, 32] (the
+``hidden.f16`` [tokens, L, H] (outputs of the captured layers), ``topi.u32`` and ``topp.f16`` [response tokens, 32] (the
 target's most likely next tokens and their probabilities at the position before each response token), and ``progress``
 (sequences finished). It may be read while it is being written.
 """
@@ -32,7 +32,7 @@ class FeatureStore:
 
     def __init__(self, folder: Path, layers: int, hidden_size: int) -> None:
         self.folder = Path(folder)
-        for name in ("tokens.npy", "index.npz", "hidden.f16", "topi.u16", "topp.f16"):
+        for name in ("tokens.npy", "index.npz", "hidden.f16", "topi.u32", "topp.f16"):
             if not (self.folder / name).exists():
                 raise FileNotFoundError(
                     f"feature store {self.folder}: {name} is missing; run `forespark train` to make it"
@@ -42,7 +42,7 @@ class FeatureStore:
         self.tokens = np.load(self.folder / "tokens.npy", mmap_mode="r")
         tokens, responses = int(self.token_offsets[-1]), int(self.response_offsets[-1])
         self.hidden = self._map("hidden.f16", np.float16, (tokens, layers, hidden_size))
-        self.top_ids = self._map("topi.u16", np.uint16, (responses, TOP))
+        self.top_ids = self._map("topi.u32", np.uint32, (responses, TOP))
         self.top_probs = self._map("topp.f16", np.float16, (responses, TOP))
 
     def _map(self, name: str, dtype: type, shape: tuple[int, ...]) -> np.ndarray:

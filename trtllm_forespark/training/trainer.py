@@ -72,10 +72,11 @@ class Trainer:
         settings: TrainSettings,
         store: FeatureStore,
         embedding: torch.Tensor,
+        head: torch.Tensor,
         final_norm: torch.Tensor,
         output: Path,
     ) -> None:
-        """embedding [V, H] (the tied head too), final_norm [H] of the target; float32."""
+        """embedding [V, H], head [V, H] and final_norm [H] of the target; float32, on the CPU."""
         self.settings, self.store, self.output = settings, store, Path(output)
         self.output.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(settings.seed)
@@ -86,7 +87,7 @@ class Trainer:
             self.model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=settings.weight_decay, fused=True
         )
         self.progress = Progress(**(load_state(self.output, self.model, self.optimizer) or {}))
-        self.head = embedding[self.model.d2t]
+        self.head = head[self.model.d2t]
         self.t2d = torch.full((config.vocab_size,), -1).index_put((self.model.d2t,), torch.arange(len(self.model.d2t)))
 
     def _initialise(self, final_norm: torch.Tensor) -> None:
