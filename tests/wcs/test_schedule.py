@@ -280,3 +280,25 @@ def test_the_oracle_on_empty_and_broken_batches() -> None:
     survival = random_survival(np.random.default_rng(0), 5, 3)
     survival[2] = np.nan
     assert exhaustive(survival, 5, table).lengths[2] == 0
+
+
+# the benchmark -------------------------------------------------------------------------------------------------------
+
+
+def test_the_scheduler_benchmark_reports_what_it_promises(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    from trtllm_forespark.runtime.bench import scheduler
+
+    report = scheduler.run(requests=20, block=15, rounds=2)
+    names = "requests block decide_us_median np_sort_us_median oracle_us_median goodput_loss_mean goodput_loss_max"
+    assert {*names.split(), "triangles", "random"} <= report.keys()
+    assert report["random"]["small_batches"]["whole"]["goodput_loss_mean"] < 1e-3
+    assert report["random"]["batches_that_draft"] > 0, "a loss over batches that draft nothing means nothing"
+    logits = np.random.default_rng(0).normal(size=(5, 28))
+    scheduler.record(tmp_path / "t.npz", logits)
+    again, block = scheduler.load_recorded(tmp_path / "t.npz") or (None, 0)
+    assert block == 7 and np.allclose(again, logits, atol=1e-2)
+    survival = random_survival(np.random.default_rng(0), 3, 7)
+    assert (scheduler.fit_block(survival, 5)[0] == survival[:, :5, :5]).all()
+    longer, how = scheduler.fit_block(survival, 15)
+    assert longer.shape == (3, 15, 15) and "recorded at K = 7" in how
+    assert (longer[:, :7, :7] == survival).all() and (np.diff(longer[:, -1], axis=1) <= 0).all()
