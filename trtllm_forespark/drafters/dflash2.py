@@ -15,6 +15,8 @@ from torch import nn
 
 from trtllm_forespark.drafters.config import DFlash2Config
 from trtllm_forespark.drafters.estimators import PostDraftEstimator, PreDraftEstimator
+from trtllm_forespark.models.linear import PackedLinear
+from trtllm_forespark.models.norm import RMSNorm, rms_norm
 
 
 class Attend(Protocol):
@@ -63,12 +65,13 @@ class GroupedConvolution(nn.Module):
         """x [S, H], side 0 before and 1 after the sublayer."""
         grouped = x.view(x.shape[0], self.groups, -1)
         base = self.base_kernel[side].view(self.taps, self.groups, -1)
-        out = grouped * (base[0] + kernels[:, side, 0])
+        coefficient = base + kernels[:, side]
+        out = grouped * coefficient[:, 0]
         for tap in range(1, self.taps):
             shifted = F.pad(grouped, (0, 0, 0, 0, tap, 0))[: x.shape[0]]
-            inside = (slot_index >= tap).view(-1, 1, 1)
-            out = out + torch.where(inside, shifted * (base[tap] + kernels[:, side, tap]), 0.0)
-        return out.reshape_as(x)
+            outside = (slot_index < tap).view(-1, 1, 1)
+            out = torch.addcmul(out, shifted.masked_fill(outside, 0.0), coefficient[:, tap])
+        return out.view_as(x)
 
 
 class DraftAttention(nn.Module):
@@ -82,16 +85,36 @@ class DraftAttention(nn.Module):
         self.k_proj = nn.Linear(hidden, kv_size, bias=False)
         self.v_proj = nn.Linear(hidden, kv_size, bias=False)
         self.o_proj = nn.Linear(q_size, hidden, bias=False)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.fused: tuple[PackedLinear, torch.Tensor] | None = None
+        self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
     def keys_values(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [S, H] (context features, or a block's normed states) -> rotated keys and values [S, kv_heads, d]."""
         key = self.k_norm(self.k_proj(x).view(-1, self.kv_heads, self.head_dim))
         return rotate(key, cos, sin), self.v_proj(x).view(-1, self.kv_heads, self.head_dim)
 
-    def queries(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        return rotate(self.q_norm(self.q_proj(x).view(-1, self.heads, self.head_dim)), cos, sin)
+    def project(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A block's normed states [S, H] -> rotated queries and keys, and values, each [S, heads, d]."""
+        if self.fused is None:
+            query = rotate(self.q_norm(self.q_proj(x).view(-1, self.heads, self.head_dim)), cos, sin)
+            return query, *self.keys_values(x, cos, sin)
+        linear, norm = self.fused
+        heads = linear(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
+        turned, value = heads.split([self.heads + self.kv_heads, self.kv_heads], 1)
+        turned = rotate(rms_norm(turned, norm, self.q_norm.eps), cos, sin)
+        return turned[:, : self.heads], turned[:, self.heads :], value
+
+    def fuse(self) -> None:
+        """For serving: one product for queries, keys and values of a block (the context keeps its own)."""
+        weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]).detach()
+        norm = torch.cat(
+            [self.q_norm.weight.expand(self.heads, -1), self.k_norm.weight.expand(self.kv_heads, -1)]
+        ).detach()
+        self.fused = PackedLinear(weight), norm
+        self.q_proj = None  # type: ignore[assignment]
 
 
 class DraftMLP(nn.Module):
@@ -102,8 +125,17 @@ class DraftMLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_up: PackedLinear | None = None
+
+    def fuse(self) -> None:
+        """For serving: one product for gate and up."""
+        self.gate_up = PackedLinear(torch.cat([self.gate_proj.weight, self.up_proj.weight]).detach())
+        self.gate_proj = self.up_proj = None  # type: ignore[assignment]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.gate_up is not None:
+            gate, up = self.gate_up(x).chunk(2, -1)
+            return self.down_proj(F.silu(gate).mul_(up))
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -113,10 +145,10 @@ class DraftLayer(nn.Module):
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__()
         taps, group = config.conv_kernel_size, config.conv_group_size
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = DraftAttention(config)
         self.attention_conv = GroupedConvolution(config.hidden_size, taps, group)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = DraftMLP(config)
         self.mlp_conv = GroupedConvolution(config.hidden_size, taps, group)
 
@@ -131,8 +163,7 @@ class DraftLayer(nn.Module):
         h = self.input_layernorm(x)
         kernels = self.attention_conv.kernels(h)
         h = self.attention_conv(h, kernels, 0, slot_index)
-        key, value = self.self_attn.keys_values(h, *rotary)
-        h = attend(layer, self.self_attn.queries(h, *rotary), key, value)
+        h = attend(layer, *self.self_attn.project(h, *rotary))
         h = self.self_attn.o_proj(h.reshape(x.shape[0], -1))
         x = x + self.attention_conv(h, kernels, 1, slot_index)
         h = self.post_attention_layernorm(x)
@@ -174,10 +205,10 @@ class DFlash2(nn.Module):
         self.config = config
         hidden = config.hidden_size
         self.fc = nn.Linear(len(config.capture_layers) * hidden, hidden, bias=False)
-        self.hidden_norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(hidden, eps=config.rms_norm_eps)
         self.mask_embedding = nn.Parameter(torch.zeros(hidden))
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(hidden, eps=config.rms_norm_eps)
         self.candidate_selector = CandidateSelector(config)
         self.pre_draft_estimator = PreDraftEstimator(hidden, config.estimator_rank, config.estimator_outputs)
         self.post_draft_estimator = PostDraftEstimator(hidden, config.selector_rank)

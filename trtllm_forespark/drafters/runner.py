@@ -98,6 +98,9 @@ class DFlash2Runner:
         self.embedding = embedding
         self.d2t = self.model.d2t.to(device)
         self.head = PackedLinear(head[self.d2t].to(dtype))
+        for layer in self.model.layers:
+            layer.self_attn.fuse()  # type: ignore[operator, union-attr]
+            layer.mlp.fuse()  # type: ignore[operator, union-attr]
         for module in list(self.model.modules()):
             for child_name, child in list(module.named_children()):
                 if isinstance(child, nn.Linear) and child.out_features > 1:

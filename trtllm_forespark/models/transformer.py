@@ -14,6 +14,7 @@ from .config import ModelConfig, rope_frequencies
 from .kv import PagedKV
 from .linear import PackedLinear
 from .loaders import WeightSource
+from .norm import rms_norm
 
 
 @dataclass(frozen=True)
@@ -242,14 +243,14 @@ class PackedTransformer:
             rows = kv.rows(batch.slots)
             heads, kv_heads, dim = c.num_heads, c.num_kv_heads, c.head_dim
             for index, layer in enumerate(self.layers):
-                qkv = layer.qkv(F.rms_norm(x, (hidden_size,), layer.attention_norm, eps))
+                qkv = layer.qkv(rms_norm(x, layer.attention_norm, eps))
                 qkv = qkv.view(tokens, heads + 2 * kv_heads, dim)
                 turned = qkv[:, : heads + kv_heads]
                 if layer.q_norm is not None:
                     turned = torch.cat(
                         (
-                            F.rms_norm(turned[:, :heads], (dim,), layer.q_norm, eps),
-                            F.rms_norm(turned[:, heads:], (dim,), layer.k_norm, eps),
+                            rms_norm(turned[:, :heads], layer.q_norm, eps),
+                            rms_norm(turned[:, heads:], layer.k_norm, eps),
                         ),
                         1,
                     )
@@ -257,11 +258,11 @@ class PackedTransformer:
                 kv.write_rows(index, rows, turned[:, heads:], qkv[:, heads + kv_heads :])
                 out, _ = batch.plan.attend(turned[:, :heads], kv.k[index], kv.v[index], self._scale)
                 x = layer.output(out.view(tokens, heads * dim)).add_(x)
-                gate, up = layer.gate_up(F.rms_norm(x, (hidden_size,), layer.mlp_norm, eps)).chunk(2, -1)
+                gate, up = layer.gate_up(rms_norm(x, layer.mlp_norm, eps)).chunk(2, -1)
                 x = layer.down(F.silu(gate).mul_(up)).add_(x)
                 if features is not None and index in capture:
                     features[:, capture.index(index)] = x
         if logits_at is None:
             return ForwardOutput(None, None, features)
-        hidden = F.rms_norm(x.index_select(0, logits_at), (hidden_size,), self._final_norm, eps)
+        hidden = rms_norm(x.index_select(0, logits_at), self._final_norm, eps)
         return ForwardOutput(self.lm_head(hidden), hidden, features)

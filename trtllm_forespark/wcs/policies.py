@@ -160,15 +160,15 @@ class Adaptive(Policy):
 
 
 class WorkConserving(Policy):
-    """pieces, floor: see `schedule.joint_schedule`. greedy_budget: "planned" prices B by the estimates that chose the
-    lengths, "fresh" by post-draft survival where the whole batch is greedy."""
+    """pieces, floor: see `schedule.joint_schedule`. greedy_budget: where the whole batch is greedy, price B by
+    the post-draft survival ("fresh", which knows more) or by the estimates that chose the lengths ("planned")."""
 
     name = "wcs"
     needs_estimate = True
     needs_table = True
     needs_confidence = True
 
-    def __init__(self, pieces: Pieces = "whole", floor: int = 0, greedy_budget: str = "planned") -> None:
+    def __init__(self, pieces: Pieces = "whole", floor: int = 0, greedy_budget: str = "fresh") -> None:
         if pieces not in ("whole", "paper"):
             raise ValueError(f"pieces of policy {self.name!r} must be 'whole' or 'paper', not {pieces!r}")
         if floor < 0:
