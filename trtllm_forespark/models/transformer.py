@@ -246,7 +246,7 @@ class PackedTransformer:
                 qkv = layer.qkv(rms_norm(x, layer.attention_norm, eps))
                 qkv = qkv.view(tokens, heads + 2 * kv_heads, dim)
                 turned = qkv[:, : heads + kv_heads]
-                if layer.q_norm is not None:
+                if layer.q_norm is not None and layer.k_norm is not None:
                     turned = torch.cat(
                         (
                             rms_norm(turned[:, :heads], layer.q_norm, eps),
