@@ -27,8 +27,8 @@ def make_llm(**settings) -> LLM:
     llm = LLM("smollm2-135m", policy="ar", dtype="float32", device="cpu", max_batch_size=16, **settings)
     # A table of its own, so that what is drafted does not depend on this machine: drafts pay, less so under load.
     llm.table = LatencyTable.from_functions(
-        verify=lambda n, t: 0.030 + 0.0015 * max(0, t - 4),
-        draft=lambda n, t: 0.004 + 0.0002 * t,
+        verify=lambda n, t: 0.030 + 0.0006 * max(0, t - 4),
+        draft=lambda n, t: 0.001 + 0.0001 * t,
         requests=[1, 16],
         verify_tokens=[1, 4, 8, 16, 32, 64, 128, 256, 1024],
         draft_tokens=[2, 8, 32, 128, 512],
