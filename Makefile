@@ -11,7 +11,7 @@ LOADS  ?= 1,4,8,16,32
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo       serve $(MODEL) with every policy on this machine and print the table"
+	@echo "make demo       serve $(MODEL) on this machine and print the table of policies by load"
 	@echo "make test       the tests, in under ten minutes on two cores"
 	@echo "make test-full  the same and the long forms"
 	@echo "make lint       ruff and mypy"

@@ -264,7 +264,7 @@ def build_parser() -> argparse.ArgumentParser:
     made.add_argument("--raw", action="store_true", help="do not put the prompt into the model's chat template")
     add_engine_arguments(made)
 
-    made = add(commands, "demo", demo, "every policy on the embedded model, and one answer")
+    made = add(commands, "demo", demo, "the policies on the embedded model, by load, and one answer")
     made.add_argument("--quick", action="store_true", help="fewer loads and tokens")
     add_engine_arguments(made)
 
