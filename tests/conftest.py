@@ -1,4 +1,4 @@
-"""Shared by all tests: small thread counts, a tiny target and drafter."""
+"""Shared by all tests: a small thread count."""
 
 from __future__ import annotations
 

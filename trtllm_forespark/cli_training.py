@@ -12,10 +12,11 @@ from typing import Any
 
 def distill(args: argparse.Namespace) -> int:
     from trtllm_forespark.cli import make_llm, say
+    from trtllm_forespark.runtime.bench.prompts import load_prompts
     from trtllm_forespark.runtime.writing import answers
     from trtllm_forespark.training import distill as module
 
-    prompts = module.read_prompts(args.prompts)[: args.limit]
+    prompts = load_prompts(args.prompts)[: args.limit]
     llm = make_llm(args, policy=args.policy or "ar")
     write = answers(llm, args.max_tokens, args.temperature, args.top_p, args.seed or 0)
     count = module.distill(prompts, write, Path(args.output), every(say, "texts"))
@@ -90,11 +91,11 @@ def train(args: argparse.Namespace) -> int:
 
 def calibrate(args: argparse.Namespace) -> int:
     from trtllm_forespark.cli import make_llm, say, write_json
+    from trtllm_forespark.runtime.bench.prompts import load_prompts
     from trtllm_forespark.runtime.calibration import calibrate as run
-    from trtllm_forespark.training.distill import read_prompts
 
     llm = make_llm(args, policy="ar")
-    prompts = [p["prompt"] for p in read_prompts(args.prompts)]
+    prompts = [p["prompt"] for p in load_prompts(args.prompts)]
     random.Random(args.seed or 0).shuffle(prompts)  # files are often sorted by source
     prompts = prompts[: args.limit]
     result = run(llm, prompts, args.max_tokens, say, Path(args.record_triangles) if args.record_triangles else None)

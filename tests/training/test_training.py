@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from trtllm_forespark.drafters.dflash2 import DFlash2
+from trtllm_forespark.runtime.bench.prompts import load_prompts
 from trtllm_forespark.training.blocks import TextAttention, draft_hidden, sample_anchors
-from trtllm_forespark.training.distill import distill, load_texts, read_prompts, save_texts, write_features
+from trtllm_forespark.training.distill import distill, load_texts, save_texts, write_features
 from trtllm_forespark.training.features import TOP, FeatureStore, Sequence, draft_vocabulary
 from trtllm_forespark.training.losses import (
     Targets,
@@ -246,9 +247,9 @@ def test_stores_and_texts_that_are_wrong_say_so(tmp_path) -> None:
         load_texts(tmp_path / "t.npz", 90)
     with pytest.raises(ValueError, match="holds 14 finished texts; training needs at least 14"):
         make_trainer(tmp_path / "run", store, held=14).step()
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"question": "b"}\n')
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
     with pytest.raises(ValueError, match="line 2: needs an object"):
-        read_prompts(tmp_path / "p.jsonl")
+        load_prompts(tmp_path / "p.jsonl")
 
 
 def test_distillation_goes_on_where_it_stopped(tmp_path) -> None:

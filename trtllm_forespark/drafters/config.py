@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -35,7 +35,6 @@ class DFlash2Config:
     estimator_rank: int = 256
     causal: bool = False
     target: str = "smollm2-135m"
-    extra: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.conv_group_size:

@@ -34,25 +34,6 @@ class Features(Protocol):
     def __call__(self, tokens: np.ndarray, responses: int) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-def read_prompts(path: str | Path) -> list[dict]:
-    """JSONL with a ``prompt`` a line. Raises ValueError naming the line that is wrong."""
-    rows = []
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from None
-            if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-                raise ValueError(f'{path}, line {number}: needs an object with a text under "prompt"')
-            rows.append(row)
-    if not rows:
-        raise ValueError(f"{path} holds no prompts")
-    return rows
-
-
 def distill(prompts: list[dict], generate: Generate, output: Path, report: Callable[[int, int], None]) -> int:
     """Let the engine answer prompts into ``output`` (.npz: prompt, resp, their offsets, source, row).
 
