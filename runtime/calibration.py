@@ -62,7 +62,7 @@ def calibrate(
     traces = []
     for part in ([t for i, t in enumerate(texts) if i not in held], [t for i, t in enumerate(texts) if i in held]):
         by_length: dict[int, Trace] = {}
-        for chunk in page_chunks(part, runner.kv.num_pages, runner.kv.page_size):
+        for chunk in page_chunks(part, runner.num_pages, runner.kv.page_size):
             replay = Replay(runner, chunk)
             for length in lengths:
                 trace = replay.run(length)

@@ -120,12 +120,15 @@ class Executor:
 
     def pre_draft_estimate(self, work: StepWork) -> Estimate | None:
         """Stage 1: what every candidate length would yield for each decoding request (eq. 2-3)."""
-        if not work.decoding or not self.controller.policy.needs_estimate:
+        n = len(work.decoding)
+        if n == 0 or not self.controller.policy.needs_estimate or self.controller.rests(n):
             return None
         return self.backend.estimate(self._draft_batch(work))
 
     def joint_schedule(self, work: StepWork, estimate: Estimate | None) -> Plan:
         """Stage 2: draft lengths and verification budget together (eq. 4)."""
+        if estimate is None and self.controller.policy.needs_estimate:
+            return self.controller.nothing(len(work.decoding))
         limits = np.array([self._longest_draft(r) for r in work.decoding], np.int64)
         spare = max(self.config.max_num_tokens - work.num_tokens, 0)
         if spare == 0:

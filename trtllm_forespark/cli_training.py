@@ -25,15 +25,18 @@ def distill(args: argparse.Namespace) -> int:
 
 
 def train(args: argparse.Namespace) -> int:
+    import torch
+
     from trtllm_forespark.cli import make_llm, say
     from trtllm_forespark.drafters.checkpoint import save_drafter
     from trtllm_forespark.drafters.config import DFlash2Config
+    from trtllm_forespark.runtime.machine import choose_dtype
     from trtllm_forespark.runtime.writing import target_features
     from trtllm_forespark.training.distill import load_texts, write_features
     from trtllm_forespark.training.features import FeatureStore
     from trtllm_forespark.training.trainer import Trainer, TrainSettings
 
-    llm = make_llm(args, policy="ar", dtype="float32")
+    llm = make_llm(args, policy="ar")
     target = llm.backend.target
     c = target.config
     layers = args.capture or evenly_spaced(c.num_layers)
@@ -68,12 +71,14 @@ def train(args: argparse.Namespace) -> int:
         every(say, "texts read by the target"),
         f"{llm.config.model}, layers {','.join(str(layer) for layer in layers)}",
     )
+    cpu = torch.device("cpu")
     settings = TrainSettings(
         minutes=args.minutes,
         seed=args.seed or 0,
         learning_rate=args.learning_rate,
         texts=args.texts,
         anchors=args.anchors,
+        dtype="bfloat16" if llm.dtype is choose_dtype("auto", cpu) is torch.bfloat16 else "float32",
     )
     store = FeatureStore(features, len(layers), c.hidden_size)
     embedding, head, norm = (
@@ -165,6 +170,12 @@ def add_commands(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> 
     made.add_argument("--learning-rate", type=float, default=3e-3)
     made.add_argument("--texts", type=int, default=4, help="texts a step")
     made.add_argument("--anchors", type=int, default=32, help="anchors a text")
+    made.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default=None,
+        help="of the target and, where the CPU multiplies it, of training's products",
+    )
     for name in ("--model", "--device", "--config"):
         made.add_argument(name, default=None)
     for name in ("--seed", "--threads"):

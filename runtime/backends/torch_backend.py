@@ -16,7 +16,7 @@ from trtllm_forespark.models.transformer import PackedBatch, PackedTransformer
 from trtllm_forespark.runtime.backends.base import DraftBatch, TargetBatch
 from trtllm_forespark.wcs.stages import Draft, Estimate
 
-_MOST_WAITING = 64  # tokens of a request that wait for its next draft
+_MOST_WAITING = 512  # committed tokens that wait for the next estimate or draft
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,18 @@ class _LastPass:
     slots: torch.Tensor
     starts: Sequence[int]
     seats: Sequence[int]
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """Committed tokens that the drafter's context lacks. features [T, L, H], positions and slots [T] on the device;
+    seats and epochs [T] on the host: whose they are."""
+
+    features: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    seats: np.ndarray
+    epochs: np.ndarray
 
 
 class TorchBackend:
@@ -58,13 +70,12 @@ class TorchBackend:
                 model, calibration, target.embedding_weight(), target.lm_head_weight(), num_pages, page_size, self.dtype
             )
             self.spec, self._capture = self.runner.spec, self.runner.spec.capture_layers
-            shape = (max_batch_size, len(self._capture), config.hidden_size)
-            self._newest = torch.zeros(shape, dtype=self.dtype, device=self.device)
-            self._waiting: list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = [
-                [] for _ in range(max_batch_size)
-            ]
+            self._waiting: list[_Waiting] = []
+            self._epoch = np.zeros(max_batch_size, np.int64)  # how often a seat was given up
+            # Context feature of each seat's newest token (§4.2 reads it).
+            self._context = torch.zeros(max_batch_size, config.hidden_size, dtype=self.dtype, device=self.device)
 
-    def _tensor(self, values: Sequence[int]) -> torch.Tensor:
+    def _tensor(self, values: Sequence[int] | np.ndarray) -> torch.Tensor:
         return torch.as_tensor(np.asarray(values, np.int64)).to(self.device)
 
     @torch.inference_mode()
@@ -85,8 +96,8 @@ class TorchBackend:
 
     @torch.inference_mode()
     def commit(self, kept: Sequence[int]) -> None:
-        """Long runs (prompts) enter the drafter's context now; the few tokens of a decode step wait until their request
-        drafts, so that a load at which nothing is drafted pays next to nothing for it."""
+        """Committed tokens wait for the next estimate or draft, so that a load at which nothing is drafted pays next to
+        nothing for them."""
         if self.runner is None:
             return
         if self._last is None:
@@ -97,28 +108,36 @@ class TorchBackend:
         rows = np.repeat(starts - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts) + np.arange(counts.sum())
         if not len(rows):
             return
-        index = torch.from_numpy(rows).to(self.device)
-        parts = counts.tolist()
-        columns = [t[index].split(parts) for t in (last.features, last.positions, last.slots)]
-        for seat, features, positions, slots in zip(last.seats, *columns, strict=False):
-            if len(features):
-                self._newest[seat] = features[-1]
-                waiting = self._waiting[seat]
-                waiting.append((features, positions, slots))
-                if sum(len(f) for f, _, _ in waiting) > _MOST_WAITING:
-                    self._absorb([seat])
+        seats = np.repeat(np.asarray(last.seats, np.int64)[: len(counts)], counts)
+        index = self._tensor(rows)
+        features, positions, slots = (t.index_select(0, index) for t in (last.features, last.positions, last.slots))
+        self._waiting.append(_Waiting(features, positions, slots, seats, self._epoch[seats]))
+        if sum(len(w.seats) for w in self._waiting) > _MOST_WAITING:
+            self._absorb()
 
-    def _absorb(self, seats: Sequence[int]) -> None:
-        """Put what waits of these requests into the drafter's context, all in one pass."""
-        parts = [part for seat in seats for part in self._waiting[seat]]
-        for seat in seats:
-            self._waiting[seat] = []
-        if parts and self.runner is not None:
-            self.runner.extend(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    def _absorb(self) -> None:
+        """Put what waits into the drafter's context, all in one pass, but for requests that are gone: their pages may
+        be another's by now."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting or self.runner is None:
+            return
+        seats = np.concatenate([w.seats for w in waiting])
+        alive = np.flatnonzero(np.concatenate([w.epochs for w in waiting]) == self._epoch[seats])
+        columns = [torch.cat([getattr(w, name) for w in waiting]) for name in ("features", "positions", "slots")]
+        if len(alive) < len(seats):
+            seats, index = seats[alive], self._tensor(alive)
+            columns = [column.index_select(0, index) for column in columns]
+        if not len(seats):
+            return
+        context = self.runner.extend(*columns)
+        whose, newest = np.unique(seats[::-1], return_index=True)
+        self._context.index_copy_(
+            0, self._tensor(whose), context.index_select(0, self._tensor(len(seats) - 1 - newest))
+        )
 
     def release(self, seat: int) -> None:
         if self.runner is not None:
-            self._waiting[seat] = []
+            self._epoch[seat] += 1
 
     @torch.inference_mode()
     def clear(self, pages: Sequence[int]) -> None:
@@ -130,13 +149,13 @@ class TorchBackend:
     def estimate(self, batch: DraftBatch) -> Estimate:
         if self.runner is None:
             raise RuntimeError("no drafter is loaded; pre-draft estimates need one")
-        features = self.runner.model.fuse(self._newest[self._tensor(batch.seats)])
-        return self.runner.estimate(self._tensor(batch.anchors), features)
+        self._absorb()
+        return self.runner.estimate(self._tensor(batch.anchors), self._context[self._tensor(batch.seats)])
 
     @torch.inference_mode()
     def draft(self, batch: DraftBatch, lengths: Sequence[int], propose: Proposer) -> Draft:
         if self.runner is None:
             raise RuntimeError("no drafter is loaded")
-        self._absorb([seat for seat, length in zip(batch.seats, lengths, strict=True) if length])
+        self._absorb()
         context = DraftContext(self._tensor(batch.anchors), self._tensor(batch.positions))
         return self.runner.draft(context, self._tensor(lengths), batch.page_table, propose)

@@ -26,7 +26,7 @@ def run(llm: LLM, dataset: str | None, limit: int, tokens: int, say: Callable[[s
     prompts = [p["prompt"] for p in load_prompts(dataset)][:limit]
     texts = greedy_texts(llm, prompts, tokens, say)
     trace, seconds = None, 0.0
-    for chunk in page_chunks(texts, runner.kv.num_pages, runner.kv.page_size):
+    for chunk in page_chunks(texts, runner.num_pages, runner.kv.page_size):
         replay = Replay(runner, chunk)
         started = time.perf_counter()
         trace = replay.run(runner.spec.block).joined(trace)

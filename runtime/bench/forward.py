@@ -167,17 +167,23 @@ def _time(backend: TorchBackend, run: Callable[[], object], seconds: float) -> d
 def _recorded() -> Iterator[list[tuple[PackedLinear, int]]]:
     """The products of what runs inside: (layer, rows), in order."""
     calls: list[tuple[PackedLinear, int]] = []
-    original = PackedLinear.__call__
+    names = ("__call__", "silu", "times")
+    originals = {name: getattr(PackedLinear, name) for name in names}
 
-    def record(self: PackedLinear, x: torch.Tensor) -> torch.Tensor:
-        calls.append((self, x.numel() // self.in_features))
-        return original(self, x)
+    def recording(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def record(self: PackedLinear, x: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+            calls.append((self, x.numel() // self.in_features))
+            return original(self, x, *others, **named)
 
-    PackedLinear.__call__ = record  # type: ignore[method-assign]
+        return record
+
+    for name in names:
+        setattr(PackedLinear, name, recording(originals[name]))
     try:
         yield calls
     finally:
-        PackedLinear.__call__ = original  # type: ignore[method-assign]
+        for name in names:
+            setattr(PackedLinear, name, originals[name])
 
 
 def _wait(device: torch.device) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trtllm_forespark.models.attention import AttentionPlan, merge
+from trtllm_forespark.models.attention import AttentionPlan
 from trtllm_forespark.models.kv import PagedKV
 
 DIM = 8
@@ -15,15 +15,14 @@ DIM = 8
 def naive(query, keys, values, visible, scale):
     """query [T, heads, dim], keys and values [S, kv_heads, dim] of one request."""
     group = query.shape[1] // keys.shape[1]
-    out, lse = torch.zeros_like(query), torch.full(query.shape[:2], float("-inf"))
+    out = torch.zeros_like(query)
     for token, seen in enumerate(visible):
         if seen == 0:
             continue
         k, v = (x[:seen].repeat_interleave(group, 1) for x in (keys, values))
         scores = torch.einsum("hd,shd->hs", query[token], k) * scale
-        lse[token] = scores.logsumexp(-1)
         out[token] = torch.einsum("hs,shd->hd", scores.softmax(-1), v)
-    return out, lse
+    return out
 
 
 class Case:
@@ -53,12 +52,11 @@ class Case:
     def check(self, tolerance=1e-5):
         plan = AttentionPlan(self.cu, self.visible, self.table, self.page)
         for _ in range(2):  # a second layer reuses the plan's masks
-            out, lse = plan.attend(self.query, self.kv.k[0], self.kv.v[0], DIM**-0.5)
+            out = plan.attend(self.query, self.kv, 0, DIM**-0.5)
         for i, (keys, values) in enumerate(self.keys):
             rows = slice(int(self.cu[i]), int(self.cu[i + 1]))
             want = naive(self.query[rows], keys, values, self.visible[rows], DIM**-0.5)
-            torch.testing.assert_close(out[rows], want[0], atol=tolerance, rtol=0)
-            torch.testing.assert_close(lse[rows], want[1], atol=tolerance, rtol=0)
+            torch.testing.assert_close(out[rows], want, atol=tolerance, rtol=0)
         return plan
 
 
@@ -77,18 +75,21 @@ def test_verification_runs_of_mixed_length(n):
 
 
 def test_prefill_chunks_beside_decode():
-    plan = Case([40, 1, 0, 25, 3, 1], [40, 17, 5, 60, 32, 16], 16).check()
-    assert plan.short and plan._long
+    plan = Case([400, 1, 0, 250, 3, 1], [400, 17, 5, 600, 32, 16], 16).check()
+    assert len(plan.groups) > 1
 
 
 def test_only_prefill():
-    plan = Case([40, 33], [40, 64], 16).check()
-    assert not plan.short
+    Case([40, 33], [40, 64], 16).check()
 
 
-def test_one_long_request_among_short_ones():
-    plan = Case([1] * 9, [160, *range(1, 9)], 4).check()
-    assert plan.short == 9 and not plan._even
+def test_one_long_request_among_short_ones_is_a_group_of_its_own():
+    plan = Case([1] * 9, [2000, *range(1, 9)], 4).check()
+    assert sorted(group.m for group in plan.groups) == [1, 8]
+
+
+def test_requests_of_a_kind_are_one_group():
+    assert len(Case([1] * 32, [200 + i for i in range(32)], 64).check().groups) == 1
 
 
 def test_stale_nan_in_free_pages_is_never_read():
@@ -98,28 +99,41 @@ def test_stale_nan_in_free_pages_is_never_read():
         case.check()
 
 
-def test_one_page_a_request_in_order_needs_no_merge():
-    plan = Case([1, 1, 1], [4, 16, 9], 16).check()
-    assert plan.dense and plan._in_order
+def test_a_request_with_nan_leaves_its_neighbours_alone():
+    case = Case([2, 3, 1], [33, 20, 5], 16)
+    case.kv.k[0, int(case.table[1, 0])] = float("nan")
+    plan = AttentionPlan(case.cu, case.visible, case.table, 16)
+    out = plan.attend(case.query, case.kv, 0, 1.0)
+    assert out[2:5].isnan().all() and out[:2].isfinite().all() and out[5:].isfinite().all()
 
 
-def test_dense_pages_out_of_order_are_read_in_place():
+def test_pages_anywhere_in_the_pool():
     rng = np.random.default_rng(0)
-    plan = Case([1] * 7, [33] * 7, 16, pages=rng.permutation(21)).check()
-    assert plan.dense
+    Case([1, 2, 1], [33, 20, 16], 16, pages=rng.permutation(400)[:6]).check()
 
 
-def test_sparse_pages_are_gathered():
-    rng = np.random.default_rng(0)
-    plan = Case([1, 2, 1], [33, 20, 16], 16, pages=rng.permutation(400)[:6]).check()
-    assert not plan.dense
-
-
-def test_a_page_shared_by_two_requests_is_gathered():
+def test_a_page_shared_by_two_requests():
     case = Case([1, 1], [16, 16], 16)
     case.table[1] = case.table[0]
     case.keys[1] = case.keys[0]
-    assert not case.check().dense
+    case.check()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_see_their_context_and_themselves(causal):
+    """Keys of the block lie in scratch slots; a request without context sees its block alone."""
+    case = Case([3, 1, 2], [20, 0, 7], 16, causal=False, pages=range(3), pool=5)
+    own = np.arange(6) + 3 * 16
+    keys, values = torch.randn(2, 6, 2, DIM)
+    case.kv.write(0, torch.from_numpy(own), keys, values)
+    plan = AttentionPlan(case.cu, case.visible, case.table, 16, own=own, causal=causal)
+    out = plan.attend(case.query, case.kv, 0, DIM**-0.5)
+    for i, (context_keys, context_values) in enumerate(case.keys):
+        for row in range(int(case.cu[i]), int(case.cu[i + 1])):
+            block = slice(int(case.cu[i]), row + 1 if causal else int(case.cu[i + 1]))
+            k, v = torch.cat([context_keys, keys[block]]), torch.cat([context_values, values[block]])
+            want = naive(case.query[row : row + 1], k, v, [len(k)], DIM**-0.5)
+            torch.testing.assert_close(out[row : row + 1], want, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("lengths", [[1, 3], [20, 3]])
@@ -155,24 +169,6 @@ def test_too_few_pages_is_an_error():
         AttentionPlan(np.array([0, 1]), np.array([17]), np.array([[0]]), 16)
     with pytest.raises(ValueError, match="cu_lengths says 1 tokens"):
         AttentionPlan(np.array([0, 1]), np.array([17, 1]), np.array([[0, 1]]), 16)
-
-
-@pytest.mark.parametrize("split", [0, 1, 10, 20])
-def test_merge_of_two_halves_is_the_whole(split):
-    torch.manual_seed(0)
-    query, keys, values = torch.randn(5, 6, DIM), torch.randn(20, 2, DIM), torch.randn(20, 2, DIM)
-    whole = naive(query, keys, values, [20] * 5, 0.5)
-    halves = naive(query, keys[:split], values[:split], [split] * 5, 0.5)
-    rest = naive(query, keys[split:], values[split:], [20 - split] * 5, 0.5)
-    out, lse = merge(*halves, *rest)
-    torch.testing.assert_close(out, whole[0], atol=1e-5, rtol=0)
-    torch.testing.assert_close(lse, whole[1], atol=1e-5, rtol=0)
-
-
-def test_merge_of_nothing_with_nothing():
-    nothing = torch.zeros(2, 3, DIM), torch.full((2, 3), float("-inf"))
-    out, lse = merge(*nothing, *nothing)
-    assert (out == 0).all() and (lse == float("-inf")).all()
 
 
 def test_slots_are_written_where_they_are_read():

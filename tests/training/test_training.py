@@ -98,7 +98,7 @@ def test_training_and_serving_compute_the_same_hidden_states() -> None:
     captured = torch.randn(23, 2, 32, generator=generator)
     fused = runner.model.fuse(captured)
     rotary = runner.model.rotary(torch.arange(23))
-    keys_values = [runner.model.context_keys_values(layer, fused, rotary) for layer in range(2)]
+    keys_values = runner.model.context_keys_values(fused, rotary)
     for length in (1, 3, 5):
         slots = length + 1
         index = torch.arange(slots)
@@ -288,7 +288,7 @@ def test_draft_hidden_of_every_fourth_anchor_is_the_same_as_among_all(tmp_path) 
     )
     context = model.fuse(batch.hidden)
     rotary = model.rotary(batch.positions)
-    keys_values = [model.context_keys_values(layer, context, rotary) for layer in range(CONFIG.num_layers)]
+    keys_values = model.context_keys_values(context, rotary)
     embeddings = trainer.embedding[batch.anchor_tokens]
     everyone = draft_hidden(model, batch, context, keys_values, embeddings, 3)
     some = draft_hidden(model, batch, context, keys_values, embeddings, 3, every=4)

@@ -173,3 +173,28 @@ def test_a_rejection_without_residual_mass_samples_the_target() -> None:
     p = np.array([[0.0, 1.0], [0.5, 0.5]])
     accepted, emitted = NumpyOps().verify(np.array([0]), np.array([[0.0, 1.0]]), p, np.random.default_rng(0))
     assert (accepted, emitted) == (0, [1])
+
+
+def steps(controller: WcsController, survival: np.ndarray, count: int) -> str:
+    """What each of `count` steps did: r rested, - looked and drafted nothing, d drafted."""
+    n, seen = len(survival), ""
+    for _ in range(count):
+        if controller.rests(n):
+            assert not controller.nothing(n).draft_lengths.any()
+            seen += "r"
+        else:
+            estimate = Estimate(survival, np.ones(n, bool))
+            plan = controller.plan([(i, 0) for i in range(n)], estimate, [K] * n, n)
+            seen += "d" if plan.draft_lengths.any() else "-"
+    return seen
+
+
+def test_where_no_draft_pays_most_steps_are_passed_over_and_drafting_comes_back() -> None:
+    hopeless, good = np.zeros((3, K, K)), prefix_survival(np.full((3, K), [0.95, 0.9, 0.85, 0.8]))
+    controller = WcsController(make_policy("wcs"), TABLE, K)
+    assert steps(controller, hopeless, 24) == "----rr-rrrr-rrrrrrrr-rrr"
+    assert steps(controller, hopeless[:2], 1) == "-", "a request ended: look at once"
+    assert "d" in steps(controller, good, 17)
+    assert steps(controller, good, 3) == "ddd"
+    assert steps(WcsController(make_policy("wcs"), TABLE, K, rest=False), hopeless, 9) == "-" * 9
+    assert "r" not in steps(WcsController(make_policy("ar"), None, 0), np.zeros((2, 0, 0)), 9)

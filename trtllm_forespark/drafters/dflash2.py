@@ -7,7 +7,7 @@ and to its own block) is the caller's, as an `Attend`; everything else is here.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +15,11 @@ from torch import nn
 
 from trtllm_forespark.drafters.config import DFlash2Config
 from trtllm_forespark.drafters.estimators import PostDraftEstimator, PreDraftEstimator
-from trtllm_forespark.models.linear import PackedLinear
+from trtllm_forespark.models.linear import GatedMLP, PackedLinear
 from trtllm_forespark.models.norm import RMSNorm, rms_norm
+from trtllm_forespark.models.transformer import Rope, rotate
+
+_MOST_TABULATED = 16384  # positions whose rotations are kept ready
 
 
 class Attend(Protocol):
@@ -27,26 +30,30 @@ class Attend(Protocol):
         ...
 
 
-def rotary_tables(positions: torch.Tensor, head_dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos, sin [S, 1, head_dim] in float32 for integer positions [S]."""
-    inverse = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim)
-    angle = positions.to(torch.float32)[:, None] * inverse
-    angle = torch.cat([angle, angle], dim=-1)[:, None, :]
-    return angle.cos(), angle.sin()
+def rotary_frequencies(config: DFlash2Config) -> torch.Tensor:
+    """[head_dim / 2] float32."""
+    return config.rope_theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding in the half-split layout; x [S, heads, d]."""
-    first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+class Taps(NamedTuple):
+    """For tap t = 1, 2, …: previous[t - 1] [S], the slot t places earlier in the same block (itself where there is
+    none), and inside[t - 1] [S, 1, 1, 1], whether there is one."""
+
+    previous: list[torch.Tensor]
+    inside: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, slot_index: torch.Tensor, taps: int) -> Taps:
+        """slot_index [S]: each request's own in-block index, so taps never reach across a block's start."""
+        inside = [slot_index >= tap for tap in range(1, taps)]
+        slots = torch.arange(len(slot_index), device=slot_index.device)
+        return cls(
+            [slots - tap * there for tap, there in enumerate(inside, 1)], [there.view(-1, 1, 1, 1) for there in inside]
+        )
 
 
 class GroupedConvolution(nn.Module):
-    """Token-conditioned causal convolution inside a block, before and after a sublayer; the identity at start.
-
-    Tap t reads the slot t places earlier in the same block: ``slot_index`` is each request's own in-block index, so
-    taps never reach across a block's start whatever the lengths of its neighbours.
-    """
+    """Token-conditioned causal convolution inside a block, before and after a sublayer; the identity at start."""
 
     def __init__(self, hidden_size: int, taps: int, group_size: int) -> None:
         super().__init__()
@@ -57,20 +64,20 @@ class GroupedConvolution(nn.Module):
             self.base_kernel[:, 0] = 1.0
             self.kernel_projection.weight.zero_()
 
-    def kernels(self, x: torch.Tensor) -> torch.Tensor:
-        """x [S, H] -> per-token kernel offsets [S, 2, taps, groups, 1]."""
-        return self.kernel_projection(x).view(x.shape[0], 2, self.taps, self.groups, 1)
+    def kernels(self, x: torch.Tensor, taps: Taps) -> torch.Tensor:
+        """x [S, H] -> each slot's kernels before and after the sublayer [S, 2, taps, groups, H / groups]."""
+        offsets = self.kernel_projection(x).view(x.shape[0], 2, self.taps, self.groups, 1)
+        kernels = self.base_kernel.view(2, self.taps, self.groups, -1) + offsets
+        for tap, inside in enumerate(taps.inside, 1):
+            kernels[:, :, tap].mul_(inside)
+        return kernels
 
-    def forward(self, x: torch.Tensor, kernels: torch.Tensor, side: int, slot_index: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, kernels: torch.Tensor, side: int, taps: Taps) -> torch.Tensor:
         """x [S, H], side 0 before and 1 after the sublayer."""
         grouped = x.view(x.shape[0], self.groups, -1)
-        base = self.base_kernel[side].view(self.taps, self.groups, -1)
-        coefficient = base + kernels[:, side]
-        out = grouped * coefficient[:, 0]
-        for tap in range(1, self.taps):
-            shifted = F.pad(grouped, (0, 0, 0, 0, tap, 0))[: x.shape[0]]
-            outside = (slot_index < tap).view(-1, 1, 1)
-            out = torch.addcmul(out, shifted.masked_fill(outside, 0.0), coefficient[:, tap])
+        out = grouped * kernels[:, side, 0]
+        for tap, previous in enumerate(taps.previous, 1):
+            out = torch.addcmul(out, grouped.index_select(0, previous), kernels[:, side, tap])
         return out.view_as(x)
 
 
@@ -85,7 +92,7 @@ class DraftAttention(nn.Module):
         self.k_proj = nn.Linear(hidden, kv_size, bias=False)
         self.v_proj = nn.Linear(hidden, kv_size, bias=False)
         self.o_proj = nn.Linear(q_size, hidden, bias=False)
-        self.fused: tuple[PackedLinear, torch.Tensor] | None = None
+        self.fused: tuple[PackedLinear, torch.Tensor] | None = None  # by `fuse`
         self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
@@ -108,13 +115,13 @@ class DraftAttention(nn.Module):
         return turned[:, : self.heads], turned[:, self.heads :], value
 
     def fuse(self) -> None:
-        """For serving: one product for queries, keys and values of a block (the context keeps its own)."""
+        """For serving: one product for queries, keys and values of a block. The context's is the whole drafter's."""
         weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]).detach()
         norm = torch.cat(
             [self.q_norm.weight.expand(self.heads, -1), self.k_norm.weight.expand(self.kv_heads, -1)]
         ).detach()
         self.fused = PackedLinear(weight), norm
-        self.q_proj = None  # type: ignore[assignment]
+        self.q_proj = self.k_proj = self.v_proj = None  # type: ignore[assignment]
 
 
 class DraftMLP(nn.Module):
@@ -125,17 +132,17 @@ class DraftMLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.gate_up: PackedLinear | None = None
+        self.fused: GatedMLP | None = None
 
     def fuse(self) -> None:
-        """For serving: one product for gate and up."""
-        self.gate_up = PackedLinear(torch.cat([self.gate_proj.weight, self.up_proj.weight]).detach())
-        self.gate_proj = self.up_proj = None  # type: ignore[assignment]
+        """For serving."""
+        gate, up, down = (linear.weight.detach() for linear in (self.gate_proj, self.up_proj, self.down_proj))
+        self.fused = GatedMLP((gate, None), (up, None), (down, None))
+        self.gate_proj = self.up_proj = self.down_proj = None  # type: ignore[assignment]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.gate_up is not None:
-            gate, up = self.gate_up(x).chunk(2, -1)
-            return self.down_proj(F.silu(gate).mul_(up))
+        if self.fused is not None:
+            return self.fused(x)
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -156,20 +163,20 @@ class DraftLayer(nn.Module):
         self,
         x: torch.Tensor,
         layer: int,
-        slot_index: torch.Tensor,
+        taps: Taps,
         rotary: tuple[torch.Tensor, torch.Tensor],
         attend: Attend,
     ) -> torch.Tensor:
         h = self.input_layernorm(x)
-        kernels = self.attention_conv.kernels(h)
-        h = self.attention_conv(h, kernels, 0, slot_index)
+        kernels = self.attention_conv.kernels(h, taps)
+        h = self.attention_conv(h, kernels, 0, taps)
         h = attend(layer, *self.self_attn.project(h, *rotary))
         h = self.self_attn.o_proj(h.reshape(x.shape[0], -1))
-        x = x + self.attention_conv(h, kernels, 1, slot_index)
+        x = x + self.attention_conv(h, kernels, 1, taps)
         h = self.post_attention_layernorm(x)
-        kernels = self.mlp_conv.kernels(h)
-        h = self.mlp(self.mlp_conv(h, kernels, 0, slot_index))
-        return x + self.mlp_conv(h, kernels, 1, slot_index)
+        kernels = self.mlp_conv.kernels(h, taps)
+        h = self.mlp(self.mlp_conv(h, kernels, 0, taps))
+        return x + self.mlp_conv(h, kernels, 1, taps)
 
 
 class CandidateSelector(nn.Module):
@@ -213,20 +220,49 @@ class DFlash2(nn.Module):
         self.pre_draft_estimator = PreDraftEstimator(hidden, config.estimator_rank, config.estimator_outputs)
         self.post_draft_estimator = PostDraftEstimator(hidden, config.selector_rank)
         self.register_buffer("d2t", torch.arange(config.draft_vocab_size))
+        self.rope = Rope(rotary_frequencies(config))
+        self.fused_context: tuple[PackedLinear, torch.Tensor] | None = None
+
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> DFlash2:
+        """Make the drafter ready to serve, for good: no gradient, packed weights, products that can be one made one."""
+        self.to(device=device, dtype=dtype).eval().requires_grad_(False)
+        config = self.config
+        positions = min(config.max_position, _MOST_TABULATED)
+        self.rope = Rope(rotary_frequencies(config).to(device), 1.0, positions, dtype)
+        attentions: list[DraftAttention] = [layer.self_attn for layer in self.layers]  # type: ignore[misc]
+        weight = torch.cat([w for a in attentions for w in (a.k_proj.weight, a.v_proj.weight)])
+        norm = torch.stack([a.k_norm.weight.expand(config.num_kv_heads, -1) for a in attentions])
+        self.fused_context = PackedLinear(weight), norm
+        for layer in self.layers:
+            layer.self_attn.fuse()  # type: ignore[operator, union-attr]
+            layer.mlp.fuse()  # type: ignore[operator, union-attr]
+        for module in list(self.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, nn.Linear) and child.out_features > 1:
+                    del module._modules[name]
+                    object.__setattr__(module, name, PackedLinear(child.weight, child.bias))
+        return self
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """Captured target layers [T, L, H] -> context features c [T, H] (§4.1)."""
         return self.hidden_norm(self.fc(features.flatten(-2)))
 
     def context_keys_values(
-        self, layer: int, context: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [T, kv_heads, d] that the context features [T, H] give draft layer ``layer``."""
-        attention: DraftAttention = self.layers[layer].self_attn  # type: ignore[assignment]
-        return attention.keys_values(context, *rotary)
+        self, context: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values [T, kv_heads, d] that the context features [T, H] give each draft layer."""
+        if self.fused_context is None:
+            return [layer.self_attn.keys_values(context, *rotary) for layer in self.layers]  # type: ignore
+        linear, norm = self.fused_context
+        config, (cos, sin) = self.config, rotary
+        heads = linear(context).view(len(context), config.num_layers, 2 * config.num_kv_heads, config.head_dim)
+        keys, values = heads.split(config.num_kv_heads, 2)
+        keys = rotate(rms_norm(keys, norm, config.rms_norm_eps), cos.unsqueeze(1), sin.unsqueeze(1))
+        return list(zip(keys.unbind(1), values.unbind(1), strict=True))
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
+        """Tables for `rotate` at positions [S]."""
+        return self.rope.tables(positions)
 
     def embed_blocks(self, anchor_embeddings: torch.Tensor, slot_index: torch.Tensor) -> torch.Tensor:
         """Anchor embeddings [n, H] at slots of index 0, the learned mask elsewhere -> [S, H]."""
@@ -239,7 +275,8 @@ class DFlash2(nn.Module):
     ) -> torch.Tensor:
         """Packed blocks [S, H], in-block index and true position of each slot -> h [S, H] after the norm."""
         rotary = self.rotary(positions)
+        taps = Taps.of(slot_index, self.config.conv_kernel_size)
         x = blocks
         for index, layer in enumerate(self.layers):
-            x = layer(x, index, slot_index, rotary, attend)
+            x = layer(x, index, taps, rotary, attend)
         return self.norm(x)

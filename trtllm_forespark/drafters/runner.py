@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import nn
 
 from trtllm_forespark.drafters.base import DraftContext, DrafterSpec, Proposer
 from trtllm_forespark.drafters.calibration import Calibration
 from trtllm_forespark.drafters.dflash2 import DFlash2
-from trtllm_forespark.models.attention import AttentionPlan, merge
+from trtllm_forespark.models.attention import AttentionPlan
 from trtllm_forespark.models.kv import PagedKV
 from trtllm_forespark.models.linear import PackedLinear
 from trtllm_forespark.wcs.stages import Draft, Estimate
@@ -19,52 +18,16 @@ from trtllm_forespark.wcs.survival import directional_to_survival, triangle_to_s
 class BlockAttention:
     """`Attend` while serving: a request's block sees its paged context and itself, never a neighbour.
 
-    plan: attention over the context. lengths_plus_anchor: [m] slots of each block, packed in that order.
+    The block's own keys and values stand in scratch slots of the same storage for the time of the pass.
     """
 
-    def __init__(self, plan: AttentionPlan, kv: PagedKV, slots: torch.Tensor, causal: bool) -> None:
-        self.plan, self.kv = plan, kv
-        widest = int(slots.max())
-        m = len(slots)
-        column = torch.arange(widest, device=slots.device)
-        inside = column[None, :] < slots[:, None]
-        self.padded = inside.flatten().nonzero()[:, 0]
-        self.shape = (m, widest)
-        bias = torch.zeros(m, 1, 1, widest, device=slots.device)
-        bias.masked_fill_(~inside[:, None, None, :], -torch.inf)
-        if causal:
-            bias = bias.expand(m, 1, widest, widest).clone()
-            bias.masked_fill_((column[None, :] > column[:, None])[None, None], -torch.inf)
-        self.bias = bias
-
-    def _pad(self, x: torch.Tensor) -> torch.Tensor:
-        """Packed [S, h, d] -> [m, widest, h, d]."""
-        m, widest = self.shape
-        if len(self.padded) == m * widest:
-            return x.reshape(m, widest, *x.shape[1:])
-        out = x.new_zeros(m * widest, *x.shape[1:])
-        out[self.padded] = x
-        return out.view(m, widest, *x.shape[1:])
+    def __init__(self, plan: AttentionPlan, kv: PagedKV, own: torch.Tensor) -> None:
+        """own: [S] scratch slot of each packed slot."""
+        self.plan, self.kv, self.own = plan, kv, kv.rows(own)
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        scale = query.shape[-1] ** -0.5
-        outside, outside_lse = self.plan.attend(query, self.kv.k[layer], self.kv.v[layer], scale)
-        m, widest = self.shape
-        kv_heads, head_dim = key.shape[1:]
-        groups = query.shape[1] // kv_heads
-        q = self._pad(query).view(m, widest, kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4)
-        q = q.reshape(m * kv_heads, groups * widest, head_dim)
-        k = self._pad(key).transpose(1, 2).reshape(m * kv_heads, widest, head_dim)
-        v = self._pad(value).transpose(1, 2).reshape(m * kv_heads, widest, head_dim)
-        scores = torch.bmm(q, k.transpose(1, 2)).float().mul_(scale).view(m, kv_heads, groups, widest, widest)
-        scores = scores + self.bias[:, :, None]
-        lse = scores.logsumexp(-1)
-        own = torch.bmm(torch.exp(scores - lse[..., None]).to(v.dtype).view(m * kv_heads, groups * widest, widest), v)
-        own = own.view(m, kv_heads * groups, widest, head_dim).transpose(1, 2).reshape(m * widest, -1, head_dim)
-        lse = lse.view(m, kv_heads * groups, widest).transpose(1, 2).reshape(m * widest, -1)
-        if len(self.padded) != m * widest:
-            own, lse = own[self.padded], lse[self.padded]
-        return merge(outside, outside_lse, own, lse)[0].to(query.dtype)
+        self.kv.write_rows(layer, self.own, key, value)
+        return self.plan.attend(query, self.kv, layer, query.shape[-1] ** -0.5)
 
 
 class DFlash2Runner:
@@ -94,28 +57,30 @@ class DFlash2Runner:
             max_position=config.max_position,
         )
         self.calibration = calibration
-        self.model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+        self.model = model.prepare(device, dtype)
         self.embedding = embedding
         self.d2t = self.model.d2t.to(device)
         self.head = PackedLinear(head[self.d2t].to(dtype))
-        for layer in self.model.layers:
-            layer.self_attn.fuse()  # type: ignore[operator, union-attr]
-            layer.mlp.fuse()  # type: ignore[operator, union-attr]
-        for module in list(self.model.modules()):
-            for child_name, child in list(module.named_children()):
-                if isinstance(child, nn.Linear) and child.out_features > 1:
-                    bias = None if child.bias is None else child.bias.data
-                    del module._modules[child_name]
-                    object.__setattr__(module, child_name, PackedLinear(child.weight.data, bias))
-        self.kv = PagedKV(config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim, dtype, device)
+        # A request in a batch holds a page, and drafts at most one block: that many scratch slots, after the pages.
+        self.num_pages, self._scratch = num_pages, num_pages * page_size
+        scratch_pages = -(-num_pages * (config.block + 1) // page_size)
+        self.kv = PagedKV(
+            config.num_layers,
+            num_pages + scratch_pages,
+            page_size,
+            config.num_kv_heads,
+            config.head_dim,
+            dtype,
+            device,
+        )
         self.temperature = torch.from_numpy(calibration.temperature).to(device)
 
     def extend(self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Absorb target features [T, L, H] of tokens at positions [T]; slots [T] of the paged context. -> c [T, H]."""
         context = self.model.fuse(features)
-        rotary = self.model.rotary(positions)
-        for layer in range(self.model.config.num_layers):
-            self.kv.write(layer, slots, *self.model.context_keys_values(layer, context, rotary))
+        rows = self.kv.rows(slots)
+        for layer, (key, value) in enumerate(self.model.context_keys_values(context, self.model.rotary(positions))):
+            self.kv.write_rows(layer, rows, key, value)
         return context
 
     def estimate_logits(self, anchors: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
@@ -208,9 +173,19 @@ class DFlash2Runner:
         slots = d + 1
         cu = torch.zeros(len(who) + 1, dtype=torch.int64, device=d.device)
         cu[1:] = slots.cumsum(0)
-        slot_index = torch.arange(int(cu[-1]), device=d.device) - cu[:-1].repeat_interleave(slots)
+        packed = torch.arange(int(cu[-1]), device=d.device)
+        slot_index = packed - cu[:-1].repeat_interleave(slots)
         context_length = context.positions[who].repeat_interleave(slots)
-        plan = AttentionPlan(cu, context_length, page_table[who.cpu().numpy()], self.kv.page_size, d.device)
-        attend = BlockAttention(plan, self.kv, slots, self.model.config.causal)
+        own = packed + self._scratch
+        plan = AttentionPlan(
+            cu,
+            context_length,
+            page_table[who.cpu().numpy()],
+            self.kv.page_size,
+            d.device,
+            own.cpu().numpy(),
+            self.model.config.causal,
+        )
         blocks = self.model.embed_blocks(self.embedding[context.anchors[who]], slot_index)
+        attend = BlockAttention(plan, self.kv, own)
         return self.model(blocks, slot_index, context_length + slot_index, attend), slot_index

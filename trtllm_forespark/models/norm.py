@@ -27,4 +27,4 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x.to(self.weight.dtype), self.weight, self.eps)  # autocast hands in half precision

@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from .attention import AttentionPlan
 from .config import ModelConfig, rope_frequencies
 from .kv import PagedKV
-from .linear import PackedLinear
+from .linear import Affine, GatedMLP, PackedLinear
 from .loaders import WeightSource
 from .norm import rms_norm
+
+_MOST_TABULATED = 16384  # positions whose rotations are kept ready (4 MB in bfloat16 for heads of 64)
 
 
 @dataclass(frozen=True)
@@ -85,27 +87,30 @@ class ForwardOutput:
 
 
 class Rope:
-    """Rotary positions: cos and sin of a step's tokens, made once and used by every layer."""
+    """Rotary positions: cosines and sines of a step's tokens, made once and used by every layer."""
 
-    def __init__(self, config: ModelConfig, device: torch.device | str = "cpu") -> None:
-        frequencies, self.factor = rope_frequencies(config)
-        self.frequencies = torch.tensor(frequencies, dtype=torch.float32, device=device)
+    def __init__(
+        self, frequencies: torch.Tensor, factor: float = 1.0, positions: int = 0, dtype: torch.dtype = torch.float32
+    ) -> None:
+        """frequencies [dim / 2] float32. positions: how many to tabulate beforehand (0 for none; computed then)."""
+        self.frequencies, self.factor, self.dtype = frequencies, factor, dtype
+        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
+        if positions:
+            self._table = self.tables(torch.arange(positions, device=frequencies.device))
 
-    def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions [T] -> cos [T, 1, dim], sin [T, 1, dim / 2] in `dtype`."""
+    def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions [T] -> cos, sin [T, 1, dim]; the first half of sin is negated, as `rotate` needs it."""
+        if self._table is not None:
+            return self._table[0].index_select(0, positions), self._table[1].index_select(0, positions)
         angles = positions.to(torch.float32).unsqueeze(-1) * self.frequencies
-        cos, sin = angles.cos().mul_(self.factor).to(dtype), angles.sin().mul_(self.factor).to(dtype)
-        return torch.cat((cos, cos), -1).unsqueeze(1), sin.unsqueeze(1)
+        cos, sin = angles.cos().mul_(self.factor), angles.sin().mul_(self.factor)
+        cos, sin = torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
+        return cos.to(self.dtype), sin.to(self.dtype)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate heads x [T, heads, dim] by a step's tables (halves as in Hugging Face checkpoints); a new tensor."""
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
-    out = x * cos
-    out[..., :half].addcmul_(second, sin, value=-1)
-    out[..., half:].addcmul_(first, sin)
-    return out
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 @dataclass
@@ -116,8 +121,7 @@ class _Layer:
     k_norm: torch.Tensor | None
     output: PackedLinear
     mlp_norm: torch.Tensor
-    gate_up: PackedLinear
-    down: PackedLinear
+    mlp: GatedMLP
 
 
 class PackedTransformer:
@@ -132,7 +136,13 @@ class PackedTransformer:
     ) -> None:
         """Takes every tensor once from `weights`. Raises CheckpointError for a missing or misshaped one."""
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        self.rope = Rope(config, device)
+        frequencies, factor = rope_frequencies(config)
+        self.rope = Rope(
+            torch.tensor(frequencies, dtype=torch.float32, device=device),
+            factor,
+            config.max_position if config.max_position <= _MOST_TABULATED else 0,
+            dtype,
+        )
         c, eps = config, config.rms_norm_eps
         self._eps, self._scale = eps, c.head_dim**-0.5
         q_rows, kv_rows = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -143,6 +153,9 @@ class PackedTransformer:
         def linear(names: Sequence[tuple[str, int]], inputs: int, bias: bool) -> PackedLinear:
             weight = torch.cat([take(f"{name}.weight", rows, inputs) for name, rows in names])
             return PackedLinear(weight, torch.cat([take(f"{n}.bias", rows) for n, rows in names]) if bias else None)
+
+        def affine(name: str, rows: int, inputs: int, bias: bool) -> Affine:
+            return take(f"{name}.weight", rows, inputs), take(f"{name}.bias", rows) if bias else None
 
         self._embedding = take("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
         self.layers: list[_Layer] = []
@@ -165,12 +178,11 @@ class PackedTransformer:
                     k_norm=take(f"{attention}.k_norm.weight", c.head_dim) if c.qk_norm else None,
                     output=linear([(f"{attention}.o_proj", c.hidden_size)], q_rows, c.attention_output_bias),
                     mlp_norm=take(f"{at}.post_attention_layernorm.weight", c.hidden_size),
-                    gate_up=linear(
-                        [(f"{mlp}.gate_proj", c.intermediate_size), (f"{mlp}.up_proj", c.intermediate_size)],
-                        c.hidden_size,
-                        c.mlp_bias,
+                    mlp=GatedMLP(
+                        affine(f"{mlp}.gate_proj", c.intermediate_size, c.hidden_size, c.mlp_bias),
+                        affine(f"{mlp}.up_proj", c.intermediate_size, c.hidden_size, c.mlp_bias),
+                        affine(f"{mlp}.down_proj", c.hidden_size, c.intermediate_size, c.mlp_bias),
                     ),
-                    down=linear([(f"{mlp}.down_proj", c.hidden_size)], c.intermediate_size, c.mlp_bias),
                 )
             )
         self._final_norm = take("model.norm.weight", c.hidden_size)
@@ -206,7 +218,7 @@ class PackedTransformer:
 
     def linears(self) -> list[PackedLinear]:
         """Every matrix a pass multiplies by, in order, the head last (what `bench forward` times alone)."""
-        per_layer = [(layer.qkv, layer.output, layer.gate_up, layer.down) for layer in self.layers]
+        per_layer = [(layer.qkv, layer.output, *layer.mlp.linears()) for layer in self.layers]
         return [linear for group in per_layer for linear in group] + [self._head]
 
     @property
@@ -239,7 +251,7 @@ class PackedTransformer:
         )
         x = self.embed(batch.token_ids)
         if tokens:
-            cos, sin = self.rope.tables(batch.positions, self.dtype)
+            cos, sin = self.rope.tables(batch.positions)
             rows = kv.rows(batch.slots)
             heads, kv_heads, dim = c.num_heads, c.num_kv_heads, c.head_dim
             for index, layer in enumerate(self.layers):
@@ -256,10 +268,9 @@ class PackedTransformer:
                     )
                 turned = rotate(turned, cos, sin)
                 kv.write_rows(index, rows, turned[:, heads:], qkv[:, heads + kv_heads :])
-                out, _ = batch.plan.attend(turned[:, :heads], kv.k[index], kv.v[index], self._scale)
-                x = layer.output(out.view(tokens, heads * dim)).add_(x)
-                gate, up = layer.gate_up(rms_norm(x, layer.mlp_norm, eps)).chunk(2, -1)
-                x = layer.down(F.silu(gate).mul_(up)).add_(x)
+                out = batch.plan.attend(turned[:, :heads], kv, index, self._scale)
+                x = layer.output(out.view(tokens, heads * dim), add=x)
+                x = layer.mlp(rms_norm(x, layer.mlp_norm, eps), add=x)
                 if features is not None and index in capture:
                     features[:, capture.index(index)] = x
         if logits_at is None:

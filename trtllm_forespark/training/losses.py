@@ -55,7 +55,7 @@ class _HeadColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, head, columns, top_k):
-        logits = F.linear(hidden, head)
+        logits = F.linear(hidden.to(head.dtype), head).float()
         candidates = logits.topk(top_k, dim=-1).indices
         columns = torch.cat([candidates, columns], 1)
         log_z = logits.logsumexp(-1)
@@ -67,10 +67,10 @@ class _HeadColumns(torch.autograd.Function):
     def backward(ctx, grad_log_z, grad_columns, _):
         head, logits, log_z, columns = ctx.saved_tensors
         grad = torch.empty(logits.shape[0], head.shape[1])
-        for rows in torch.arange(logits.shape[0]).split(64):  # stays in cache
+        for rows in torch.arange(logits.shape[0]).split(256):
             block = torch.exp(logits[rows] - log_z[rows, None]).mul_(grad_log_z[rows, None])
             block.scatter_add_(1, columns[rows], grad_columns[rows])
-            grad[rows] = block @ head
+            grad[rows] = (block.to(head.dtype) @ head).float()
         return grad, None, None, None
 
 
@@ -97,12 +97,11 @@ def draft_loss(
     tv = 1.0 - torch.minimum(q_top, top_probs).sum(-1)
 
     widened = torch.cat([candidates, some_label], 1)
-    scores = selector.scores(
-        torch.cat([candidate_logits, label_logits], 1),
-        selector.hidden_projection(flat),
-        targets.previous.reshape(-1),
-        widened,
-    )
+    projected = selector.hidden_projection(flat)
+    with torch.autocast("cpu", enabled=False):  # bfloat16 would flip the order of close candidates
+        scores = selector.scores(
+            torch.cat([candidate_logits, label_logits], 1), projected, targets.previous.reshape(-1), widened
+        )
     missed = (candidates != label[:, None]).all(1) & known
     # The label joins the candidates only where the top-k missed it, so that it never counts twice.
     scores = torch.cat([scores[:, :-1], scores[:, -1:].masked_fill(~missed[:, None], -torch.inf)], 1)
@@ -127,5 +126,5 @@ def draft_loss(
 
 def binary_cross_entropy(logits: torch.Tensor, target: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Mean of the soft-label BCE weighted by ``weights`` (0 drops an entry)."""
-    loss = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
+    loss = F.binary_cross_entropy_with_logits(logits.float(), target, reduction="none")
     return (loss * weights).sum() / weights.sum().clamp(min=1e-9)

@@ -63,8 +63,8 @@ class Replay:
         self.runner, self.texts = runner, texts
         page = runner.kv.page_size
         counts = [-(-len(t.tokens) // page) for t in texts]
-        if sum(counts) > runner.kv.num_pages:
-            raise ValueError(f"the replay needs {sum(counts)} pages, the runner has {runner.kv.num_pages}")
+        if sum(counts) > runner.num_pages:
+            raise ValueError(f"the replay needs {sum(counts)} pages, the runner has {runner.num_pages}")
         self.page_table = np.zeros((len(texts), max(counts)), np.int64)
         self.context: list[torch.Tensor] = []
         first = 0

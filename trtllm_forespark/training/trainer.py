@@ -28,7 +28,8 @@ class TrainSettings:
 
     ce_share: share of the run trained on cross-entropy alone before 0.1 CE + 0.9 TV (total variation has no gradient
     where the drafter gives a token no probability). held: texts at the store's start kept for validation.
-    lambda_pre, lambda_post: weights of the estimators' losses.
+    lambda_pre, lambda_post: weights of the estimators' losses. dtype: float32, or bfloat16 for the products (weights,
+    losses and Adam's moments stay float32).
     """
 
     minutes: float = 60.0
@@ -42,6 +43,7 @@ class TrainSettings:
     lambda_post: float = 0.1
     held: int = 64
     seed: int = 0
+    dtype: str = "float32"
     log_every: int = 50
     save_every: int = 500
 
@@ -87,7 +89,7 @@ class Trainer:
             self.model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=settings.weight_decay, fused=True
         )
         self.progress = Progress(**(load_state(self.output, self.model, self.optimizer) or {}))
-        self.head = head[self.model.d2t]
+        self.head = head[self.model.d2t].to(getattr(torch, settings.dtype))
         self.t2d = torch.full((config.vocab_size,), -1).index_put((self.model.d2t,), torch.arange(len(self.model.d2t)))
 
     def _initialise(self, final_norm: torch.Tensor) -> None:
@@ -126,10 +128,14 @@ class Trainer:
 
     def forward(self, batch: AnchorBatch, length: int, total_variation: float) -> tuple[torch.Tensor, StepResult]:
         """Loss of one batch; ``length`` is the row d of the pre-draft triangle this step trains."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.settings.dtype == "bfloat16"):
+            return self._forward(batch, length, total_variation)
+
+    def _forward(self, batch: AnchorBatch, length: int, total_variation: float) -> tuple[torch.Tensor, StepResult]:
         model, block = self.model, self.model.config.block
         context = model.fuse(batch.hidden)
         rotary = model.rotary(batch.positions)
-        keys_values = [model.context_keys_values(layer, context, rotary) for layer in range(model.config.num_layers)]
+        keys_values = model.context_keys_values(context, rotary)
         embeddings = self.embedding[batch.anchor_tokens]
         hidden = draft_hidden(model, batch, context, keys_values, embeddings, block)
         targets = self.targets(batch, block)

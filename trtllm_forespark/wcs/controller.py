@@ -16,6 +16,8 @@ from trtllm_forespark.wcs.stages import Draft, Estimate, Outcome, Plan, Selectio
 
 #: (request, generation). A request that is preempted and comes back has a new, higher generation.
 Key = tuple[Hashable, int]
+#: After this many steps in a row at which no draft paid, steps are passed over; so many at most before the next look.
+_PATIENCE, _LONGEST_REST = 4, 16
 #: How fast the mean of post-draft survival follows the last steps.
 _FOLLOW = 0.1
 
@@ -27,7 +29,11 @@ class WcsController:
     request nothing is known about, when nothing is known of any other (the drafter's calibrated mean); None: expect
     nothing, so draft nothing then.
 
-    State: the previous step's post-draft survival of each live request, and a decaying mean of it. Not thread-safe.
+    rest: where no draft has paid for some steps, pass over the estimate of the next few (2, 4, … 16) unless requests
+    end meanwhile, so that a load at which speculation does not pay costs next to nothing.
+
+    State: the previous step's post-draft survival of each live request, a decaying mean of it, and how long no draft
+    has paid. Not thread-safe.
     """
 
     def __init__(
@@ -38,6 +44,7 @@ class WcsController:
         *,
         prior: npt.NDArray[np.floating] | None = None,
         ops: Ops | None = None,
+        rest: bool = True,
     ) -> None:
         if block < (1 if policy.needs_drafter else 0):
             raise ValueError(f"block must be 1 or more draft tokens for policy {policy.name!r}, not {block}")
@@ -51,6 +58,28 @@ class WcsController:
         self._confidence: dict[Hashable, npt.NDArray[np.float32]] = {}
         self._mean = self.prior[-1].copy() if block else np.zeros(0, np.float32)
         self._seen = np.zeros(block, dtype=bool)
+        self._rest = rest and policy.needs_estimate
+        self._idle, self._left, self._load = 0, 0, 0
+
+    def rests(self, n: int) -> bool:
+        """Whether this step of n decoding requests is passed over: no estimate, and `nothing` for a plan. Ask once."""
+        if self._left == 0 or n < self._load:
+            self._left = 0
+            return False
+        self._left -= 1
+        return True
+
+    def nothing(self, n: int) -> Plan:
+        """The plan that drafts nothing."""
+        return Plan(np.zeros(n, np.int64), 0, 0.0, 0.0, 0.0)
+
+    def _look_back(self, n: int, drafted: bool) -> None:
+        # Each look that finds nothing again doubles the rest before the next.
+        if not self._rest or n == 0:
+            return
+        self._idle = 0 if drafted else self._idle + 1
+        if self._idle >= _PATIENCE:
+            self._left, self._load = min(2 ** (self._idle - _PATIENCE + 1), _LONGEST_REST), n
 
     def plan(
         self,
@@ -69,6 +98,7 @@ class WcsController:
         """
         step = self.before_draft(keys, estimate, limits, num_tokens)
         totals, lengths = self.policy.plan(step)
+        self._look_back(len(keys), bool(lengths.any()))
         return Plan(
             draft_lengths=lengths,
             budget=_least(totals.budget, int(lengths.sum()), max_budget),
@@ -97,6 +127,8 @@ class WcsController:
         """
         lengths: Any = np.diff(np.asarray(draft.cu_lengths, dtype=np.int64))
         drafted = int(lengths.sum())
+        if drafted == 0:
+            return Selection(np.zeros(len(lengths), np.int64))
         if plan.forecast is None:
             if draft.survival is None:  # no post-draft estimator: verify in request order, as far as the step allows
                 room = _least(drafted, plan.max_budget)
@@ -111,7 +143,7 @@ class WcsController:
 
     def observe(self, keys: Sequence[Key], draft: Draft, selection: Selection, outcome: Outcome) -> None:
         """After verification: remember what the next step goes by. Results of an old generation are discarded."""
-        if draft.survival is None:
+        if draft.survival is None or len(draft.token_ids) == 0:
             return
         survival = np.asarray(draft.survival, dtype=np.float32)
         drafted = np.arange(self.block) < np.diff(np.asarray(draft.cu_lengths))[:, None]
