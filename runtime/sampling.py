@@ -225,7 +225,7 @@ def propose(scores: Tensor, candidates: Tensor, rows: SamplingRows, generator: t
 
 @dataclass(frozen=True)
 class Proposing:
-    """`propose` for a whole draft: what a drafter calls at each position with the requests that draft so far.
+    """`propose` for a whole draft: what a drafter calls.
 
     rows: [n], for the token after each anchor. generator: the draft stream. A bad row's choice is -1 (case 21).
     """
@@ -233,7 +233,9 @@ class Proposing:
     rows: SamplingRows
     generator: torch.Generator
 
-    def __call__(self, scores: Tensor, candidates: Tensor, rows: Tensor, position: int) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, scores: Tensor, candidates: Tensor, rows: Tensor, position: Tensor | int
+    ) -> tuple[Tensor, Tensor]:
         at = self.rows.select(rows).shift(position - 1)
         choice, q, bad = propose(scores, candidates, at, self.generator)
         return choice.masked_fill(bad, -1), q

@@ -138,10 +138,31 @@ def test_slot_j_gives_position_j() -> None:
     logits = runner.head(hidden[1:2])
     best = logits.topk(CONFIG.selector_top_k, -1)
     scores = model.candidate_selector.scores(
-        best.values, model.candidate_selector.hidden_projection(hidden[1:2]), context.anchors, best.indices
+        best.values, model.candidate_selector.hidden_projection(hidden[1:2]), context.anchors[:, None], best.indices
     )
     assert draft.token_ids[0] == runner.d2t[best.indices[0, scores.argmax()]]
     assert expected.shape == (4, 32)
+
+
+def test_the_walk_over_all_predecessors_is_the_walk_from_left_to_right() -> None:
+    runner = make_runner()
+    selector = runner.model.candidate_selector
+    context, table = fill(runner, [12, 30, 7])
+    lengths = torch.tensor([5, 2, 4])
+    draft = runner.draft(context, lengths, table, greedy_choice)
+    hidden, index = runner._hidden(context, torch.arange(3), lengths, table)
+    expected: list[int] = []
+    for h, slot in zip(hidden, index.tolist(), strict=True):
+        if slot == 0:
+            request = sum(1 for s in index[: len(expected)].tolist() if s == 0)
+            last = context.anchors[request]
+            expected.append(-1)
+            continue
+        best = runner.head(h[None]).topk(selector.top_k, -1)
+        scores = selector.scores(best.values, selector.hidden_projection(h[None]), last.view(1, 1), best.indices)
+        last = runner.d2t[best.indices[0, scores.argmax()]]
+        expected.append(int(last))
+    assert draft.token_ids.tolist() == [token for token in expected if token >= 0]
 
 
 def test_a_nan_row_ends_that_draft_and_no_other() -> None:
@@ -151,7 +172,7 @@ def test_a_nan_row_ends_that_draft_and_no_other() -> None:
 
     def choose(scores, candidates, who, position):
         choice, q = greedy_choice(scores, candidates, who, position)
-        return torch.where((who == 0) & torch.tensor(position == 2), -1, choice), q
+        return torch.where((who == 0) & (position == 2), -1, choice), q
 
     draft = runner.draft(context, torch.tensor([4, 4]), table, choose)
     assert draft.cu_lengths.tolist() == [0, 1, 5]
@@ -167,7 +188,7 @@ def test_survival_never_reads_the_token_it_scores() -> None:
     def choose_at(column: int, position_from: int):
         def choose(scores, candidates, who, position):
             choice, q = greedy_choice(scores, candidates, who, position)
-            return (torch.full_like(choice, column) if position >= position_from else choice), q
+            return torch.where(position >= position_from, column, choice), q
 
         return choose
 

@@ -51,14 +51,15 @@ class DraftContext:
 
 
 class Proposer(Protocol):
-    """Draws one position's tokens for all drafting requests; the runtime owns sampling, the drafter owns scores."""
+    """Draws draft tokens; the runtime owns sampling, the drafter owns scores."""
 
     def __call__(
-        self, scores: torch.Tensor, candidates: torch.Tensor, rows: torch.Tensor, position: int
+        self, scores: torch.Tensor, candidates: torch.Tensor, rows: torch.Tensor, position: torch.Tensor | int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """scores, candidates [m, C] of requests ``rows`` [m] at draft position ``position`` (1-based).
+        """scores, candidates [m, C] of requests ``rows`` [m] at draft positions ``position`` ([m] or one for all, from 1).
 
-        Returns the chosen column [m] (-1 drops the draft from here on) and the proposal q [m, C].
+        A position may be asked for more than once, as with different predecessors. Returns the chosen column [m] (-1
+        drops the draft from here on) and the proposal q [m, C].
         """
         ...
 

@@ -195,11 +195,15 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
 
     def scores(
-        self, logits: torch.Tensor, projected: torch.Tensor, predecessor: torch.Tensor, candidates: torch.Tensor
+        self, logits: torch.Tensor, projected: torch.Tensor, predecessors: torch.Tensor, candidates: torch.Tensor
     ) -> torch.Tensor:
-        """logits [m, C] of the candidates, projected = W h [m, r], predecessor [m], candidates [m, C] -> [m, C]."""
-        context = self.predecessor_codebook[predecessor].float() * projected.float()
-        return logits.float() + torch.einsum("mr,mcr->mc", context, self.successor_codebook[candidates].float())
+        """Scores of C candidates after each of P predecessors.
+
+        logits [m, C] of the candidates, projected = W h [m, r], predecessors [m, P], candidates [m, C] -> [m, P, C].
+        """
+        context = self.predecessor_codebook[predecessors].float() * projected.float().unsqueeze(1)
+        successors = self.successor_codebook[candidates].float()
+        return torch.baddbmm(logits.float().unsqueeze(1), context, successors.transpose(1, 2))
 
 
 class DFlash2(nn.Module):

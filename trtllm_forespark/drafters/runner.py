@@ -119,39 +119,30 @@ class DFlash2Runner:
         hidden, slot_index = self._hidden(context, who, d, page_table)
         drafted = slot_index > 0
         h, position = hidden[drafted], slot_index[drafted]
-        logits = self.head(h)
-        top = logits.topk(self.model.candidate_selector.top_k, dim=-1)
-        projected = self.model.candidate_selector.hidden_projection(h)
+        selector = self.model.candidate_selector
+        top = self.head(h).topk(selector.top_k, dim=-1)
         candidates = self.d2t[top.indices]
-
-        # The walk: position j of every request that drafts that far, its predecessor already chosen.
-        first = torch.cumsum(d, 0) - d
-        tokens = torch.zeros(len(h), dtype=torch.int64, device=device)
-        previous = torch.zeros_like(tokens)
-        proposal = torch.zeros(top.values.shape, dtype=torch.float32, device=device)
-        alive = torch.ones(len(who), dtype=torch.bool, device=device)
-        last = context.anchors[who]
-        reach = torch.zeros_like(d)
-        for j in range(1, int(d.max()) + 1):
-            active = ((d >= j) & alive).nonzero()[:, 0]
-            if len(active) == 0:
-                break
-            rows = first[active] + (j - 1)
-            previous[rows] = last[active]
-            scores = self.model.candidate_selector.scores(
-                top.values[rows], projected[rows], last[active], top.indices[rows]
-            )
-            choice, q = propose(scores, candidates[rows], who[active], j)
-            bad = choice < 0
-            choice = choice.clamp(min=0)
-            tokens[rows] = candidates[rows].gather(1, choice[:, None]).squeeze(1)
-            proposal[rows] = q
-            last[active] = tokens[rows]
-            alive[active] = ~bad
-            reach[active] += (~bad).long()
-        predecessor = self.model.candidate_selector.predecessor_codebook[previous]
-        raw = self.model.post_draft_estimator(h, predecessor).float()
         request = who.repeat_interleave(d)
+
+        # A position's predecessor is one of the candidates before it (the anchor before the first): a token is drawn
+        # for each of them at once, then the walk follows the drawn columns.
+        at_first = (position == 1)[:, None]
+        before = torch.where(at_first, context.anchors[request][:, None], candidates.roll(1, 0))
+        scores = selector.scores(top.values, selector.hidden_projection(h), before, top.indices)
+        width = selector.top_k
+        choice, q = propose(
+            scores.flatten(0, 1),
+            candidates.repeat_interleave(width, 0),
+            request.repeat_interleave(width),
+            position.repeat_interleave(width),
+        )
+        column, reach = self._walk(choice.view(-1, width), d)
+        came_from = torch.where(at_first[:, 0], 0, column.roll(1))[:, None]
+        tokens = candidates.gather(1, column[:, None]).squeeze(1)
+        previous = before.gather(1, came_from).squeeze(1)
+        proposal = q.view(len(h), width, width).gather(1, came_from[:, :, None].expand(-1, 1, width)).squeeze(1)
+        predecessor = selector.predecessor_codebook[previous]
+        raw = self.model.post_draft_estimator(h, predecessor).float()
         post[request, position - 1] = raw
         conditional = torch.sigmoid(post / self.temperature)
         survival = conditional.cumprod(1)
@@ -165,6 +156,24 @@ class DFlash2Runner:
             tokens, candidates, proposal = tokens[kept], candidates[kept], proposal[kept]
         # The controller decides on the host: lengths and survival go there in one copy each.
         return Draft(tokens, cu.cpu(), candidates, proposal, survival.cpu()), post
+
+    @staticmethod
+    def _walk(choice: torch.Tensor, d: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Follow choices [D, P] (what each predecessor column leads to, -1 for nowhere) along blocks of d [m] positions.
+
+        Returns the column taken at each packed position [D], and how far each request came [m].
+        """
+        first = torch.cumsum(d, 0) - d
+        column = torch.zeros_like(d)
+        path = []
+        for j in range(int(d.max())):
+            step = choice[first + torch.minimum(d - 1, torch.full_like(d, j)), column]
+            path.append(step)
+            column = step.clamp(min=0)
+        steps = torch.stack(path, 1)
+        inside = torch.arange(len(path), device=d.device) < d[:, None]
+        reach = ((steps >= 0) & inside).cumprod(1).sum(1)
+        return steps[inside].clamp(min=0), reach
 
     def _hidden(
         self, context: DraftContext, who: torch.Tensor, d: torch.Tensor, page_table: np.ndarray

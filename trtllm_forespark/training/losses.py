@@ -99,9 +99,8 @@ def draft_loss(
     widened = torch.cat([candidates, some_label], 1)
     projected = selector.hidden_projection(flat)
     with torch.autocast("cpu", enabled=False):  # bfloat16 would flip the order of close candidates
-        scores = selector.scores(
-            torch.cat([candidate_logits, label_logits], 1), projected, targets.previous.reshape(-1), widened
-        )
+        logits = torch.cat([candidate_logits, label_logits], 1)
+        scores = selector.scores(logits, projected, targets.previous.reshape(-1, 1), widened).squeeze(1)
     missed = (candidates != label[:, None]).all(1) & known
     # The label joins the candidates only where the top-k missed it, so that it never counts twice.
     scores = torch.cat([scores[:, :-1], scores[:, -1:].masked_fill(~missed[:, None], -torch.inf)], 1)
