@@ -113,7 +113,7 @@ class Executor:
             selection = self.distribute(work, plan, draft)
         with stage("verify"):
             verified = self.verify(work, draft, selection)
-        self.commit(work, draft, selection, verified)
+        self.commit(work, plan, draft, selection, verified)
         spent = sum(self.metrics.seconds.values()) - before
         self.metrics.seconds["other"] += time.perf_counter() - started - spent
         return work
@@ -184,7 +184,7 @@ class Executor:
         rows = SamplingRows.of(sampled, self.backend.device)
         return verify(padded, all_verified, logits, rows, self.streams.verify)
 
-    def commit(self, work: StepWork, draft: Draft, selection: Selection, verified: Verified) -> None:
+    def commit(self, work: StepWork, plan: Plan, draft: Draft, selection: Selection, verified: Verified) -> None:
         """Hand out tokens, keep what was accepted in the caches, end what is at its end."""
         outcome = verified.outcome()
         accepted, failed = verified.accepted.tolist(), verified.failed.tolist()
@@ -199,7 +199,7 @@ class Executor:
             if bad:  # before any of its pages can go to another request
                 self.backend.clear(self.scheduler.cache.pages(request.id))
         if n:
-            self.controller.observe([r.key for r in work.decoding], draft, selection, outcome)
+            self.controller.observe([r.key for r in work.decoding], draft, selection, outcome, plan)
         for request, count in zip([*work.decoding, *(c.request for c in work.chunks)], kept, strict=True):
             request.num_computed_tokens += count
             self.scheduler.cache.truncate(request.id, request.num_computed_tokens)  # pages only rejected drafts reached

@@ -107,6 +107,7 @@ class LLM:
             self.table if needs_table else None,
             block=self.backend.spec.block if self.backend.spec else 1,
             prior=None if self.mean_survival is None else prefix_survival(self.mean_survival[None])[0],
+            adapt=config.adapt,
         )
         return Executor(
             self.backend, controller, ExecutorConfig(config.max_batch_size, config.max_num_tokens, config.seed)

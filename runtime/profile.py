@@ -33,7 +33,7 @@ class Probe:
         return np.arange(n * self.pages).reshape(n, self.pages)
 
     def verify(self, requests: int, tokens: int) -> float:
-        """One target pass over ``tokens`` tokens of ``requests`` requests as a step runs it: pass, argmax, commit."""
+        """One target pass over ``tokens`` tokens of ``requests`` requests as a step runs it: pass, best token, commit."""
         counts = [tokens // requests + (i < tokens % requests) for i in range(requests)]
         cu = np.concatenate([[0], np.cumsum(counts)])
         positions = np.concatenate([self.context + np.arange(c) for c in counts])
@@ -48,7 +48,7 @@ class Probe:
         )
         self._wait()
         started = time.perf_counter()
-        self.backend.forward(batch).argmax(-1).tolist()
+        self.backend.forward(batch).max(-1).indices.tolist()  # as verification does
         self.backend.commit([1 + (c - 1) // 2 for c in counts])
         self._wait()
         spent = time.perf_counter() - started
@@ -57,7 +57,8 @@ class Probe:
         return spent
 
     def draft(self, requests: int, tokens: int) -> float:
-        """One draft pass of ``requests`` requests whose blocks hold ``tokens`` slots, anchors included."""
+        """What drafting adds to a step: the estimate, and one draft pass of ``requests`` requests whose blocks hold
+        ``tokens`` slots, anchors included."""
         drafted = tokens - requests
         lengths = [drafted // requests + (i < drafted % requests) for i in range(requests)]
         ids = self.rng.integers(0, self.backend.vocab_size, requests)
@@ -73,6 +74,7 @@ class Probe:
         asking = [Request(id=i, prompt_ids=[0]) for i in range(requests)]
         self._wait()
         started = time.perf_counter()
+        self.backend.estimate(batch)
         self.backend.draft(batch, lengths, Proposing(SamplingRows.of(asking, self.backend.device), self.generator))
         self._wait()
         return time.perf_counter() - started

@@ -101,7 +101,8 @@ def make_executor(
     max_num_tokens: int = 1024,
     seed: int = 3,
     perfect: bool = False,
+    adapt: bool = False,
     **settings,
 ) -> Executor:
-    controller = WcsController(make_policy(policy, **settings), TABLE, block=BLOCK)
+    controller = WcsController(make_policy(policy, **settings), TABLE, block=BLOCK, adapt=adapt)
     return Executor(MarkovBackend(perfect), controller, ExecutorConfig(max_batch_size, max_num_tokens, seed))

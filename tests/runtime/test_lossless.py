@@ -60,6 +60,13 @@ def p_value(observed: np.ndarray, expected: np.ndarray) -> float:
     return float(stats.chisquare(counts, wanted * counts.sum() / wanted.sum()).pvalue)
 
 
+@pytest.mark.parametrize("policy", ["adaptive", "wcs", "exhaustive"])
+def test_correcting_estimates_while_serving_changes_no_distribution(policy: str) -> None:
+    executor = make_executor(policy, adapt=True)
+    assert p_value(sample(executor, 1000 if policy == "exhaustive" else 4000, 16), exact(0)) > 1e-4
+    assert executor.controller.after.factor != 1.0 and executor.metrics.drafted > 0
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("count", [4000, pytest.param(60000, marks=pytest.mark.full)])
 def test_sequences_have_the_targets_distribution(policy: str, count: int) -> None:

@@ -196,5 +196,29 @@ def test_where_no_draft_pays_most_steps_are_passed_over_and_drafting_comes_back(
     assert steps(controller, hopeless[:2], 1) == "-", "a request ended: look at once"
     assert "d" in steps(controller, good, 17)
     assert steps(controller, good, 3) == "ddd"
-    assert steps(WcsController(make_policy("wcs"), TABLE, K, rest=False), hopeless, 9) == "-" * 9
+    assert steps(WcsController(make_policy("wcs"), TABLE, K, adapt=False), hopeless, 9) == "-" * 9
     assert "r" not in steps(WcsController(make_policy("ar"), None, 0), np.zeros((2, 0, 0)), 9)
+
+
+@pytest.mark.parametrize(("token_cost", "adapt"), [(0.001, True), (0.001, False), (0.1, True), (0.1, False)])
+def test_estimates_are_corrected_by_what_is_accepted(token_cost: float, adapt: bool) -> None:
+    """Told 0.8 a token where 0.5 is the truth: the forecast comes near the truth, and drafting that does not pay ends."""
+    random, n = np.random.default_rng(0), 8
+    table = dense_table(n, K, lambda m, t: token_cost * t, lambda m, t: 2 + token_cost * t, prefill=0)
+    claimed = prefix_survival(np.cumprod(np.full((n, K), 0.8, np.float32), axis=1))
+    keys = [(i, 0) for i in range(n)]
+    controller = WcsController(make_policy("wcs"), table, K, adapt=adapt)
+    for _ in range(120):
+        plan = controller.plan(keys, Estimate(claimed, np.ones(n, bool)), [K] * n, n)
+        lengths = plan.draft_lengths
+        draft = block_draft(claimed[:, -1] * (np.arange(K) < lengths[:, None]), lengths.tolist())
+        selection = controller.select(plan, draft, n, greedy=True)
+        true = np.minimum((random.random((n, K)) < 0.5).cumprod(axis=1).sum(axis=1), selection.verified_lengths)
+        controller.observe(keys, draft, selection, Outcome(true, [[1]] * n), plan)
+    if not adapt:
+        assert controller.before.factor == 1.0 and lengths.any()
+    elif token_cost < 0.01:
+        assert controller.before.factor == pytest.approx(0.5 / 0.8, abs=0.08)
+        assert controller.after.factor == pytest.approx(0.5 / 0.8, abs=0.08)
+    else:
+        assert lengths.sum() <= n, "0.5 a token pays for one at most"

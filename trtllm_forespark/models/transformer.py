@@ -79,7 +79,8 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """logits [m, V] float32 and hidden [m, H] (after the final norm) at the asked rows; features [T, captured, H]."""
+    """In the model's dtype: logits [m, V] and hidden [m, H] (after the final norm) at the asked rows, features
+    [T, captured, H]."""
 
     logits: torch.Tensor | None
     hidden: torch.Tensor | None
@@ -207,10 +208,8 @@ class PackedTransformer:
         return self._final_norm
 
     def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [m, H] (after a final norm) -> logits [m, V] float32."""
-        if not len(hidden):
-            return hidden.new_zeros(0, self.config.vocab_size, dtype=torch.float32)
-        return self._head(hidden).float()
+        """hidden [m, H] (after a final norm) -> logits [m, V]."""
+        return self._head(hidden) if len(hidden) else hidden.new_zeros(0, self.config.vocab_size)
 
     def lm_head_weight(self) -> torch.Tensor:
         """The head's weight [V, H]: the embedding itself where tied; a copy where it is held packed only."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trtllm_forespark.wcs.correction import Correction
 from trtllm_forespark.wcs.latency import LatencyTable
 from trtllm_forespark.wcs.ops import NumpyOps, Ops
 from trtllm_forespark.wcs.policies import BeforeDraft, Policy
@@ -29,11 +30,12 @@ class WcsController:
     request nothing is known about, when nothing is known of any other (the drafter's calibrated mean); None: expect
     nothing, so draft nothing then.
 
-    rest: where no draft has paid for some steps, pass over the estimate of the next few (2, 4, … 16) unless requests
-    end meanwhile, so that a load at which speculation does not pay costs next to nothing.
+    adapt: correct both estimates by what is accepted (`Correction`); and where no draft has paid for some steps, pass
+    over the estimate of the next few (2, 4, … 16) unless requests end meanwhile, so that a load at which speculation
+    does not pay costs next to nothing.
 
-    State: the previous step's post-draft survival of each live request, a decaying mean of it, and how long no draft
-    has paid. Not thread-safe.
+    State: the previous step's post-draft survival of each live request, a decaying mean of it, the two corrections,
+    and how long no draft has paid. Not thread-safe.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class WcsController:
         *,
         prior: npt.NDArray[np.floating] | None = None,
         ops: Ops | None = None,
-        rest: bool = True,
+        adapt: bool = True,
     ) -> None:
         if block < (1 if policy.needs_drafter else 0):
             raise ValueError(f"block must be 1 or more draft tokens for policy {policy.name!r}, not {block}")
@@ -58,7 +60,8 @@ class WcsController:
         self._confidence: dict[Hashable, npt.NDArray[np.float32]] = {}
         self._mean = self.prior[-1].copy() if block else np.zeros(0, np.float32)
         self._seen = np.zeros(block, dtype=bool)
-        self._rest = rest and policy.needs_estimate
+        self._adapt = adapt
+        self.before, self.after = Correction(block), Correction(block)  # of pre-draft and post-draft survival
         self._idle, self._left, self._load = 0, 0, 0
 
     def rests(self, n: int) -> bool:
@@ -75,7 +78,7 @@ class WcsController:
 
     def _look_back(self, n: int, drafted: bool) -> None:
         # Each look that finds nothing again doubles the rest before the next.
-        if not self._rest or n == 0:
+        if not self._adapt or not self.policy.needs_estimate or n == 0:
             return
         self._idle = 0 if drafted else self._idle + 1
         if self._idle >= _PATIENCE:
@@ -136,20 +139,28 @@ class WcsController:
             return Selection(self.ops.distribute(draft.survival, lengths, _least(drafted, plan.max_budget)))
         if draft.survival is None or self.table is None:
             raise ValueError(f"policy {self.policy.name!r} needs a latency table and drafts with post-draft survival")
+        survival = self.after.apply(draft.survival)
         fresh = greedy and self.policy.fresh_when_greedy
-        forecast = np.asarray(draft.survival if fresh else plan.forecast)
+        forecast = np.asarray(survival if fresh else plan.forecast)
         budget = adaptive_budget(forecast, lengths, num_tokens, self.table)[0]
-        return Selection(self.ops.distribute(draft.survival, lengths, _least(budget, plan.max_budget)))
+        return Selection(self.ops.distribute(survival, lengths, _least(budget, plan.max_budget)))
 
-    def observe(self, keys: Sequence[Key], draft: Draft, selection: Selection, outcome: Outcome) -> None:
-        """After verification: remember what the next step goes by. Results of an old generation are discarded."""
+    def observe(
+        self, keys: Sequence[Key], draft: Draft, selection: Selection, outcome: Outcome, plan: Plan | None = None
+    ) -> None:
+        """After verification: remember what the next step goes by. Results of an old generation are discarded.
+
+        plan: the step's, whose forecast is judged by what was accepted.
+        """
         if draft.survival is None or len(draft.token_ids) == 0:
             return
-        survival = np.asarray(draft.survival, dtype=np.float32)
+        survival = self.after.apply(draft.survival)
         drafted = np.arange(self.block) < np.diff(np.asarray(draft.cu_lengths))[:, None]
         drafted &= ~np.isnan(survival)
         live = np.array([self._generation.get(request) == generation for request, generation in keys], dtype=bool)
         drafted &= live[:, None]
+        if self._adapt and plan is not None and plan.forecast is not None:
+            self._learn(np.asarray(plan.forecast), survival, drafted, selection, outcome)
         counts = drafted.sum(axis=0)
         fresh = np.where(drafted, survival, 0).sum(axis=0) / np.maximum(counts, 1)
         follow = np.where(self._seen, _FOLLOW, 1.0) * (counts > 0)
@@ -161,6 +172,28 @@ class WcsController:
                 # A position it did not draft keeps the batch's mean.
                 row = np.where(drafted[i], survival[i], self._mean)
                 self._confidence[request] = np.minimum.accumulate(row)
+
+    def _learn(
+        self,
+        forecast: npt.NDArray[np.floating],
+        survival: npt.NDArray[np.float32],
+        drafted: npt.NDArray[np.bool_],
+        selection: Selection,
+        outcome: Outcome,
+    ) -> None:
+        who = drafted[:, 0].nonzero()[0]
+        if not len(who):
+            return
+        drafted, survival = drafted[who], survival[who]
+        verified = np.asarray(selection.verified_lengths)[who]
+        accepted = np.asarray(outcome.accepted)[who]
+        judged = drafted & (np.arange(self.block) < verified[:, None])
+        self.after.learn(np.where(judged, survival, 0), float(accepted.sum()))
+        # What was dropped would have been accepted as the post-draft estimate says, if all before it was.
+        at_last = np.where(verified > 0, survival[np.arange(len(who)), np.maximum(verified, 1) - 1], 1.0)
+        survived = (accepted == verified)[:, None] & drafted & ~judged
+        dropped = np.where(survived, survival / np.maximum(at_last, 1e-6)[:, None], 0).sum()
+        self.before.learn(np.where(drafted, forecast[who], 0), float(accepted.sum() + dropped))
 
     def forget(self, key: Key) -> None:
         """A request ended or was preempted. A key of an old generation forgets nothing."""
@@ -182,7 +215,8 @@ class WcsController:
         limits = np.clip(np.asarray(limits, dtype=np.int64), 0, self.block)
         if limits.shape != (len(keys),):
             raise ValueError(f"limits have shape {limits.shape} for {len(keys)} requests")
-        return BeforeDraft(self._survival(len(keys), estimate), confidence, limits, num_tokens, self.table, self.ops)
+        survival = self.before.apply(self._survival(len(keys), estimate))
+        return BeforeDraft(survival, confidence, limits, num_tokens, self.table, self.ops)
 
     def _survival(self, n: int, estimate: Estimate | None) -> npt.NDArray[np.float32]:
         shape = (n, self.block, self.block)

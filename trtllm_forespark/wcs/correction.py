@@ -1,0 +1,47 @@
+"""Estimates corrected while serving: text unlike what they were calibrated on must not cost throughput for long."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from trtllm_forespark.wcs.survival import FloatArray
+
+#: How much a fresh correction trusts the calibration, in accepted tokens; and what one draft leaves of older evidence.
+_PRIOR, _KEEP = 40.0, 1 - 1 / 400
+#: Limits of log c.
+_LOWEST, _HIGHEST = -0.7, 0.3
+
+
+class Correction:
+    """One factor c on every conditional acceptance: survival S_j of position j becomes S_j c^j.
+
+    log c follows the accepted tokens by Newton steps on (accepted - expected), older evidence fading. It depends on
+    past steps alone, so it cannot break non-anticipation (docs/lossless.md, rule 1).
+    """
+
+    def __init__(self, block: int) -> None:
+        self._positions = np.arange(1, block + 1, dtype=np.float32)
+        self._log = 0.0
+        self._information = _PRIOR
+
+    @property
+    def factor(self) -> float:
+        """c."""
+        return float(np.exp(self._log))
+
+    def apply(self, survival: FloatArray) -> npt.NDArray[np.float32]:
+        """survival [..., K] -> corrected, at most 1."""
+        survival = np.asarray(survival, dtype=np.float32)
+        if self._log == 0.0:
+            return survival
+        powers = np.exp(self._log * self._positions).astype(np.float32)
+        return np.minimum(survival * powers, np.float32(1))
+
+    def learn(self, expected: FloatArray, accepted: float) -> None:
+        """expected: [m, K], corrected survival of the positions of m drafts, 0 elsewhere; accepted: tokens in all."""
+        expected = np.nan_to_num(np.asarray(expected, dtype=np.float32))
+        slope = float((expected * self._positions).sum())
+        self._information = max(self._information * _KEEP ** len(expected) + slope, _PRIOR)
+        step = (accepted - float(expected.sum())) / self._information
+        self._log = float(np.clip(self._log + step, _LOWEST, _HIGHEST))
