@@ -149,7 +149,11 @@ def run(
 
 
 def gains(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each load: each policy over autoregressive decoding, and WCS over the best other one."""
+    """For each load: each policy over autoregressive decoding, and WCS over the best other one.
+
+    Ratios of medians; `…_range` holds the least and the largest ratio of a round's two figures, which were taken side by
+    side and so share the machine's slow minutes.
+    """
     out = []
     for load in sorted({r["load"] for r in runs}):
         here = {r["policy"]: r for r in runs if r["load"] == load}
@@ -157,13 +161,20 @@ def gains(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if "ar" in here:
             base = here["ar"]["throughput_tok_s"]
             entry["over_ar"] = {name: round(r["throughput_tok_s"] / base, 3) for name, r in here.items()}
+            entry["over_ar_range"] = {name: _range(r, here["ar"]) for name, r in here.items()}
         others = {n: r["throughput_tok_s"] for n, r in here.items() if n != "wcs"}
         if "wcs" in here and others:
             best = max(others, key=lambda n: others[n])
             entry["best_other"] = best
             entry["wcs_over_best_other"] = round(here["wcs"]["throughput_tok_s"] / others[best], 3)
+            entry["wcs_over_best_other_range"] = _range(here["wcs"], here[best])
         out.append(entry)
     return out
+
+
+def _range(run_: dict[str, Any], other: dict[str, Any]) -> list[float]:
+    ratios = [mine / theirs for mine, theirs in zip(run_["rounds"], other["rounds"], strict=False)]
+    return [round(min(ratios), 3), round(max(ratios), 3)]
 
 
 def table(result: dict[str, Any]) -> str:
