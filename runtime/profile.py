@@ -33,7 +33,7 @@ class Probe:
         return np.arange(n * self.pages).reshape(n, self.pages)
 
     def verify(self, requests: int, tokens: int) -> float:
-        """One target pass over ``tokens`` tokens of ``requests`` requests as a step runs it: pass, best token, commit."""
+        """One target pass over ``tokens`` tokens of ``requests`` requests as a step runs it, with commit."""
         counts = [tokens // requests + (i < tokens % requests) for i in range(requests)]
         cu = np.concatenate([[0], np.cumsum(counts)])
         positions = np.concatenate([self.context + np.arange(c) for c in counts])

@@ -151,8 +151,8 @@ def run(
 def gains(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each load: each policy over autoregressive decoding, and WCS over the best other one.
 
-    Ratios of medians; `…_range` holds the least and the largest ratio of a round's two figures, which were taken side by
-    side and so share the machine's slow minutes.
+    Ratios of medians; `…_range` holds the least and the largest ratio of a round's two figures, which were taken side
+    by side and so share the machine's slow minutes.
     """
     out = []
     for load in sorted({r["load"] for r in runs}):

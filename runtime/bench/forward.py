@@ -123,7 +123,7 @@ class Shapes:
         anchors = self.rng.integers(0, self.backend.vocab_size, count).tolist()
         batch = DraftBatch(anchors, [self.context] * count, self._table(count), list(range(count)))
 
-        def best(scores: torch.Tensor, candidates: torch.Tensor, rows: torch.Tensor, position: int):
+        def best(scores: torch.Tensor, candidates: torch.Tensor, rows: torch.Tensor, position: torch.Tensor | int):
             return scores.argmax(-1), scores
 
         return count, lambda: self.backend.draft(batch, lengths, best)

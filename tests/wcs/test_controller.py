@@ -202,7 +202,7 @@ def test_where_no_draft_pays_most_steps_are_passed_over_and_drafting_comes_back(
 
 @pytest.mark.parametrize(("token_cost", "adapt"), [(0.001, True), (0.001, False), (0.1, True), (0.1, False)])
 def test_estimates_are_corrected_by_what_is_accepted(token_cost: float, adapt: bool) -> None:
-    """Told 0.8 a token where 0.5 is the truth: the forecast comes near the truth, and drafting that does not pay ends."""
+    """Told 0.8 a token where 0.5 is the truth: the forecast comes near it, and drafting that does not pay ends."""
     random, n = np.random.default_rng(0), 8
     table = dense_table(n, K, lambda m, t: token_cost * t, lambda m, t: 2 + token_cost * t, prefill=0)
     claimed = prefix_survival(np.cumprod(np.full((n, K), 0.8, np.float32), axis=1))

@@ -159,7 +159,7 @@ class DFlash2Runner:
 
     @staticmethod
     def _walk(choice: torch.Tensor, d: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Follow choices [D, P] (what each predecessor column leads to, -1 for nowhere) along blocks of d [m] positions.
+        """Follow choices [D, P] (where each predecessor column leads, -1 for nowhere) along blocks of d [m] positions.
 
         Returns the column taken at each packed position [D], and how far each request came [m].
         """

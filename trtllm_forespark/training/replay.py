@@ -49,7 +49,9 @@ class Trace:
         return Trace(self.length, *(np.concatenate([getattr(other, n), getattr(self, n)]) for n in names))
 
 
-def greedy_choice(scores: torch.Tensor, candidates: torch.Tensor, rows: torch.Tensor, position: int):
+def greedy_choice(
+    scores: torch.Tensor, candidates: torch.Tensor, rows: torch.Tensor, position: torch.Tensor | int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`Proposer` of temperature 0."""
     best = scores.argmax(-1)
     return best, torch.nn.functional.one_hot(best, scores.shape[1]).float()
