@@ -15,6 +15,7 @@ from trtllm_forespark.files import write_text
 from trtllm_forespark.models.registry import locate_drafter
 from trtllm_forespark.runtime.bench.scheduler import record
 from trtllm_forespark.runtime.writing import answers, target_features
+from trtllm_forespark.training.answers import Answer, AnswerLog
 from trtllm_forespark.training.calibrate import fit, judge
 from trtllm_forespark.training.replay import Replay, Text, Trace
 
@@ -22,22 +23,35 @@ if TYPE_CHECKING:
     from trtllm_forespark.runtime.llm import LLM
 
 
-def greedy_texts(llm: LLM, prompts: list[str], max_tokens: int, say: Callable[[str], None]) -> list[Text]:
-    """What the target answers greedily, with the captured features; answers of one token are left out."""
+def greedy_texts(
+    llm: LLM, prompts: list[str], max_tokens: int, say: Callable[[str], None], log: AnswerLog | None = None
+) -> list[Text]:
+    """What the target answers greedily, with the captured features; answers of one token are left out.
+
+    log: answers of an earlier run are taken from it, new ones added.
+    """
     assert llm.backend.spec is not None
     read = target_features(llm, llm.backend.spec.capture_layers)
-    texts: dict[int, Text] = {}
-    for done, (index, prompt, response, _) in enumerate(
-        answers(llm, max_tokens, 0.0, 1.0, 0)(list(enumerate(prompts))), 1
-    ):
-        if len(response) >= 2:
-            tokens = np.array(prompt + response)
-            texts[index] = Text(tokens, read(tokens, 1)[0], len(prompt))
-        if done % max(1, len(prompts) // 10) == 0:
-            say(f"calibrate: {done} of {len(prompts)} answers")
+    done = log.done if log else {}
+    todo = log.todo() if log else list(enumerate(prompts))
+    if len(todo) < len(prompts):
+        say(f"{len(prompts) - len(todo)} answers of an earlier run are taken up")
+    for index, prompt, response, ended in answers(llm, max_tokens, 0.0, 1.0, 0)(todo):
+        if log:
+            log.add(index, Answer(prompt, response, ended))
+        else:
+            done[index] = Answer(prompt, response, ended)
+        if len(done) % max(1, len(prompts) // 10) == 0:
+            say(f"{len(done)} of {len(prompts)} answers")
+    texts = []
+    for index in sorted(done):
+        answer = done[index]
+        if len(answer.response) >= 2:
+            tokens = np.array(answer.prompt + answer.response)
+            texts.append(Text(tokens, read(tokens, 1)[0], len(answer.prompt)))
     if not texts:
         raise ValueError("no answer was long enough to draft in; give longer answers (max tokens) or other prompts")
-    return [texts[i] for i in sorted(texts)]
+    return texts
 
 
 def calibrate(
@@ -45,7 +59,8 @@ def calibrate(
 ) -> dict[str, Any]:
     """Fit on two thirds of the prompts, judge on the rest, write calibration.json and calibration_report.json.
 
-    Greedy, every drafted position verified. Returns {"calibration": file, "report": …}.
+    Greedy, every drafted position verified. Answers are kept in calibration_answers.jsonl until the end, so that a run
+    that stopped goes on; calibration_log.jsonl says when what was done. Returns {"calibration": file, "report": …}.
     """
     runner = llm.backend.runner
     if runner is None or llm.drafter_name is None:
@@ -55,7 +70,10 @@ def calibrate(
     folder = locate_drafter(llm.drafter_name)
     if not os.access(folder, os.W_OK):
         raise ValueError(f"{folder} cannot be written to; copy the drafter and give --drafter COPY")
-    texts = greedy_texts(llm, prompts, max_tokens, say)
+    say = logged(say, folder / "calibration_log.jsonl")
+    made = f"{llm.config.model}, {llm.dtype}, greedy, {max_tokens} tokens"
+    log = AnswerLog(folder / "calibration_answers.jsonl", prompts, made)
+    texts = greedy_texts(llm, prompts, max_tokens, say, log)
     held = {i for i in range(len(texts)) if i % 3 == 2}
     block, directional = runner.spec.block, runner.spec.directional
     lengths = [block] if directional else list(range(1, block + 1))
@@ -67,7 +85,7 @@ def calibrate(
             for length in lengths:
                 trace = replay.run(length)
                 by_length[length] = trace.joined(by_length.get(length))
-                say(f"calibrate: length {length}, {len(by_length[length].accepted)} drafts")
+                say(f"length {length}: {len(by_length[length].accepted)} drafts")
         traces.append(by_length)
     fitted, judged = traces
     date = datetime.date.today().isoformat()
@@ -80,7 +98,21 @@ def calibrate(
         record(triangles, (judged[block].pre_logits * calibration.scale + calibration.bias)[:4096])
     result = {"calibration": str(folder / "calibration.json"), "report": report}
     write_text(folder / "calibration_report.json", json.dumps(report, indent=1) + "\n")
+    log.remove()
+    say(f"calibrated: acceptance length {report['acceptance_length']} by draft length, on held-out prompts")
     return result
+
+
+def logged(say: Callable[[str], None], path: Path) -> Callable[[str], None]:
+    """``say``, and a JSON line with the time in ``path``."""
+
+    def both(line: str) -> None:
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        with path.open("a") as file:
+            file.write(json.dumps({"time": now, "message": line}) + "\n")
+        say(line)
+
+    return both
 
 
 def page_chunks(texts: list[Text], num_pages: int, page_size: int) -> list[list[Text]]:

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trtllm_forespark.files import write_text
 from trtllm_forespark.models.registry import cache_home
@@ -43,7 +43,7 @@ def load_or_profile(llm: LLM, say: Say) -> LatencyTable:
         raise ValueError(f"latency_table {path} does not exist; make it with `forespark profile --output {path}`")
     else:
         say("no latency table for this machine yet; measuring (about a minute, kept for the next start)")
-    table = measure(llm, say, max_requests=largest)
+    table = measure(llm, say, max_requests=largest, log=path.with_suffix(".log.jsonl"))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     table.save(temporary)
@@ -51,8 +51,62 @@ def load_or_profile(llm: LLM, say: Say) -> LatencyTable:
     return table
 
 
-def measure(llm: LLM, say: Say, timings: int = 9, context: int = 160, max_requests: int | None = None) -> LatencyTable:
-    """Time the target and the drafter over a grid of batch sizes and lengths (appendix B)."""
+class Timings:
+    """Measured times on disk, a JSON line each: what a run that stopped goes on from, and afterwards its log.
+
+    The grid is gone through in one order, so the lines of an earlier run are given back instead of measuring again as
+    long as they fit what is asked. A file that ends with "done", or was made for something else, is begun anew.
+    """
+
+    def __init__(self, path: Path, made_for: dict[str, Any]) -> None:
+        self.path = path
+        header = {"made_for": made_for}
+        lines: list[Any] = []
+        for line in path.read_text().splitlines() if path.exists() else ():
+            try:
+                lines.append(json.loads(line))
+            except json.JSONDecodeError:
+                break  # a crash cut it short
+        going_on = lines[:1] == [header] and lines[-1] != "done"
+        self._stored = lines[1:] if going_on else []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(line) + "\n" for line in [header, *self._stored]))
+
+    @property
+    def resumed(self) -> int:
+        """Times of an earlier run that have not been given back yet."""
+        return len(self._stored)
+
+    def of(self, kind: str, measure: Callable[[int, int], float]) -> Callable[[int, int], float]:
+        """``measure``, remembered."""
+
+        def timed(requests: int, tokens: int) -> float:
+            if self._stored and self._stored[0][:3] == [kind, requests, tokens]:
+                return float(self._stored.pop(0)[3])
+            self._stored.clear()
+            seconds = measure(requests, tokens)
+            self._write([kind, requests, tokens, seconds])
+            return seconds
+
+        return timed
+
+    def done(self) -> None:
+        self._write("done")
+
+    def _write(self, line: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def measure(
+    llm: LLM,
+    say: Say,
+    timings: int = 9,
+    context: int = 160,
+    max_requests: int | None = None,
+    log: Path | None = None,
+) -> LatencyTable:
+    """Time the target and the drafter over a grid of batch sizes and lengths (appendix B). log: see `Timings`."""
     spec = llm.backend.spec
     if spec is None:
         raise ValueError("latency tables need a drafter; give drafter=…")
@@ -61,9 +115,14 @@ def measure(llm: LLM, say: Say, timings: int = 9, context: int = 160, max_reques
     lengths = [d for d in (1, 2, 3, 5, 7, 10, 15, 23, 31) if d <= spec.block]
     probe.verify(sizes[-1], sizes[-1])  # the first pass pays for memory
     probe.draft(sizes[-1], 2 * sizes[-1])
-    return profile(
-        probe.verify,
-        probe.draft,
+    kept = Timings(log, {**llm.identity, "context": context, "timings": timings}) if log else None
+    if kept and kept.resumed:
+        say(f"profile: {kept.resumed} times of an earlier run are taken up")
+    verify = kept.of("verify", probe.verify) if kept else probe.verify
+    draft = kept.of("draft", probe.draft) if kept else probe.draft
+    table = profile(
+        verify,
+        draft,
         requests=sizes,
         verify_per_request=[1, *(1 + d for d in lengths)],
         draft_lengths=lengths,
@@ -72,6 +131,9 @@ def measure(llm: LLM, say: Say, timings: int = 9, context: int = 160, max_reques
         progress=lambda done, total: say(f"profile: round {done} of {total}"),
         **llm.identity,
     )
+    if kept:
+        kept.done()
+    return table
 
 
 def load_or_measure_caps(llm: LLM, say: Say) -> dict[int, int]:

@@ -19,7 +19,9 @@ def distill(args: argparse.Namespace) -> int:
     prompts = load_prompts(args.prompts)[: args.limit]
     llm = make_llm(args, policy=args.policy or "ar")
     write = answers(llm, args.max_tokens, args.temperature, args.top_p, args.seed or 0)
-    count = module.distill(prompts, write, Path(args.output), every(say, "texts"))
+    sampling = f"{args.max_tokens} tokens, temperature {args.temperature}, top-p {args.top_p}, seed {args.seed or 0}"
+    made = f"{llm.config.model}, {llm.dtype}, {sampling}"
+    count = module.distill(prompts, write, Path(args.output), every(say, "texts"), made)
     print(f"{count} texts in {args.output}")
     return 0
 
@@ -114,8 +116,8 @@ def profile(args: argparse.Namespace) -> int:
     from trtllm_forespark.runtime import tables
 
     llm = make_llm(args, policy="ar", max_batch_size=args.requests)
-    table = tables.measure(llm, say, args.timings, args.context, args.requests)
     path = Path(args.output) if args.output else tables.cached_path(llm.identity)
+    table = tables.measure(llm, say, args.timings, args.context, args.requests, path.with_suffix(".log.jsonl"))
     path.parent.mkdir(parents=True, exist_ok=True)
     table.save(path)
     print(path)

@@ -12,6 +12,7 @@ import torch
 
 from trtllm_forespark.drafters.dflash2 import DFlash2
 from trtllm_forespark.runtime.bench.prompts import load_prompts
+from trtllm_forespark.training.answers import Answer, AnswerLog
 from trtllm_forespark.training.blocks import TextAttention, draft_hidden, sample_anchors
 from trtllm_forespark.training.distill import distill, load_texts, save_texts, write_features
 from trtllm_forespark.training.features import TOP, FeatureStore, Sequence, draft_vocabulary
@@ -241,7 +242,7 @@ def test_stores_and_texts_that_are_wrong_say_so(tmp_path) -> None:
     (tmp_path / "bad.npz").write_bytes(b"no archive")
     with pytest.raises(ValueError, match=r"bad\.npz is not a file of"):
         load_texts(tmp_path / "bad.npz", VOCAB)
-    save_texts(tmp_path / "t.npz", [{"prompt": [1, 2], "resp": [3, 95]}], [{"source": "x"}])
+    save_texts(tmp_path / "t.npz", [Answer([1, 2], [3, 95], True)], [{"source": "x"}])
     assert load_texts(tmp_path / "t.npz", 100)[0][1] == 2
     with pytest.raises(ValueError, match="past the target's vocabulary of 90"):
         load_texts(tmp_path / "t.npz", 90)
@@ -293,3 +294,18 @@ def test_draft_hidden_of_every_fourth_anchor_is_the_same_as_among_all(tmp_path) 
     everyone = draft_hidden(model, batch, context, keys_values, embeddings, 3)
     some = draft_hidden(model, batch, context, keys_values, embeddings, 3, every=4)
     torch.testing.assert_close(everyone[::4], some, atol=1e-5, rtol=1e-5)
+
+
+def test_answers_made_with_something_else_or_cut_short_do_not_count(tmp_path) -> None:
+    path = tmp_path / "log.jsonl"
+    first = AnswerLog(path, ["a", "b", "c"], "model, greedy")
+    first.add(0, Answer([1], [2, 3], True))
+    first.add(2, Answer([4], [5], False))
+    with path.open("a") as file:
+        file.write('{"index": 1, "key"')
+    again = AnswerLog(path, ["a", "b", "c"], "model, greedy")
+    assert again.todo() == [(1, "b")] and again.done[2] == Answer([4], [5], False)
+    assert len(AnswerLog(path, ["a", "b", "c"], "model, temperature 1").done) == 0
+    assert list(AnswerLog(path, ["a", "b", "other"], "model, greedy").done) == [0]
+    again.remove()
+    assert AnswerLog(path, ["a"], "model, greedy").done == {}

@@ -56,7 +56,7 @@ class Proposer(Protocol):
     def __call__(
         self, scores: torch.Tensor, candidates: torch.Tensor, rows: torch.Tensor, position: torch.Tensor | int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """scores, candidates [m, C] of requests ``rows`` [m] at ``position`` in the draft (from 1; [m], or one for all).
+        """scores, candidates [m, C] of requests ``rows`` [m] at ``position`` in the draft (from 1; [m] or a number).
 
         A position may be asked for more than once, as with different predecessors. Returns the chosen column [m] (-1
         drops the draft from here on) and the proposal q [m, C].

@@ -5,8 +5,6 @@ The running engine is handed in (`Generate`, `Features`), so that this floor kno
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from trtllm_forespark.training.answers import Answer, AnswerLog
 from trtllm_forespark.training.features import TOP
 
 
@@ -34,57 +33,37 @@ class Features(Protocol):
     def __call__(self, tokens: np.ndarray, responses: int) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-def distill(prompts: list[dict], generate: Generate, output: Path, report: Callable[[int, int], None]) -> int:
+def distill(
+    prompts: list[dict], generate: Generate, output: Path, report: Callable[[int, int], None], made: str = ""
+) -> int:
     """Let the engine answer prompts into ``output`` (.npz: prompt, resp, their offsets, source, row).
 
-    Finished answers are also appended to ``output``.partial.jsonl, from which a run that was interrupted goes on.
-    Answers that did not end by themselves are kept (cut). Returns how many answers the file holds.
+    Finished answers also stand in ``output``.partial.jsonl, from which a run that was interrupted goes on; made says
+    what they are made with. Answers that did not end by themselves are kept (cut). Returns how many answers the file holds.
     """
     output = Path(output)
-    partial = output.with_suffix(".partial.jsonl")
-    done: dict[int, dict] = {}
-    if partial.exists():
-        for line in partial.read_text().splitlines():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # the line a crash cut short
-            index = row["index"]
-            if index < len(prompts) and row.get("prompt_hash") == _hash(prompts[index]["prompt"]):
-                done[index] = row
-    todo = [i for i in range(len(prompts)) if i not in done]
-    with partial.open("a") as file:
-        for index, prompt_ids, response_ids, ended in generate([(i, prompts[i]["prompt"]) for i in todo]):
-            done[index] = {
-                "index": index,
-                "prompt_hash": _hash(prompts[index]["prompt"]),
-                "prompt": prompt_ids,
-                "resp": response_ids,
-                "ended": ended,
-            }
-            file.write(json.dumps(done[index]) + "\n")
-            file.flush()
-            report(len(done), len(prompts))
-    rows = [done[i] for i in sorted(done) if done[i]["resp"]]
-    save_texts(output, rows, [prompts[r["index"]] for r in rows])
-    partial.unlink()
-    return len(rows)
+    log = AnswerLog(output.with_suffix(".partial.jsonl"), [p["prompt"] for p in prompts], made)
+    for index, prompt_ids, response_ids, ended in generate(log.todo()):
+        log.add(index, Answer(prompt_ids, response_ids, ended))
+        report(len(log.done), len(prompts))
+    kept = [i for i in sorted(log.done) if log.done[i].response]
+    save_texts(output, [log.done[i] for i in kept], [prompts[i] for i in kept])
+    log.remove()
+    return len(kept)
 
 
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def save_texts(output: Path, rows: list[dict], prompts: list[dict]) -> None:
-    flat = lambda key: np.array([t for r in rows for t in r[key]], np.uint32)  # noqa: E731
-    offsets = lambda key: np.cumsum([0] + [len(r[key]) for r in rows]).astype(np.int64)  # noqa: E731
+def save_texts(output: Path, answers: list[Answer], prompts: list[dict]) -> None:
+    """Write a text file of `load_texts`; prompts may carry source and row."""
+    flat = lambda parts: np.array([t for part in parts for t in part], np.uint32)  # noqa: E731
+    offsets = lambda parts: np.cumsum([0] + [len(part) for part in parts]).astype(np.int64)  # noqa: E731
+    asked, written = [a.prompt for a in answers], [a.response for a in answers]
     temporary = output.with_suffix(".tmp.npz")
     np.savez_compressed(
         temporary,
-        prompt=flat("prompt"),
-        prompt_off=offsets("prompt"),
-        resp=flat("resp"),
-        resp_off=offsets("resp"),
+        prompt=flat(asked),
+        prompt_off=offsets(asked),
+        resp=flat(written),
+        resp_off=offsets(written),
         source=np.array([str(p.get("source", "")) for p in prompts]),
         row=np.array([int(p.get("row", i)) for i, p in enumerate(prompts)], np.int32),
     )

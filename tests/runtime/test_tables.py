@@ -1,0 +1,71 @@
+"""Profiling goes on where it stopped, and never with times of something else."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trtllm_forespark.runtime.tables import Timings
+from trtllm_forespark.wcs.latency import LatencyTable, profile
+
+MADE_FOR = {"device": "here", "model": "m", "drafter": "d", "dtype": "float32"}
+
+
+class Machine:
+    """Times that never repeat; stops after so many."""
+
+    def __init__(self, stops_after: int = 10**9) -> None:
+        self.calls, self.stops_after = 0, stops_after
+
+    def __call__(self, requests: int, tokens: int) -> float:
+        if self.calls == self.stops_after:
+            raise KeyboardInterrupt
+        self.calls += 1
+        return 1.0 + tokens + 1e-3 * self.calls
+
+
+def run(path, machine: Machine, made_for: dict[str, str] = MADE_FOR) -> LatencyTable:
+    kept = Timings(path, made_for)
+    verify, draft = kept.of("verify", machine), kept.of("draft", machine)
+    table = profile(verify, draft, requests=[1, 2], verify_per_request=[1, 4], draft_lengths=[3], timings=3, **MADE_FOR)
+    kept.done()
+    return table
+
+
+def test_a_run_that_stopped_goes_on(tmp_path) -> None:
+    path = tmp_path / "log.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        run(path, Machine(stops_after=11))
+    with path.open("a") as file:
+        file.write('["verify", 1,')  # a crash in the middle of a line
+    rest = Machine()
+    run(path, rest)
+    assert rest.calls == 18 - 11
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[0] == {"made_for": MADE_FOR} and len(lines) == 1 + 18 + 1 and lines[-1] == "done"
+
+
+def test_a_finished_log_is_begun_anew_and_so_is_another_machines(tmp_path) -> None:
+    path = tmp_path / "log.jsonl"
+    run(path, Machine())
+    again = Machine()
+    run(path, again)
+    assert again.calls == 18
+    with pytest.raises(KeyboardInterrupt):
+        run(path, Machine(stops_after=5))
+    other = Machine()
+    run(path, other, {**MADE_FOR, "device": "there"})
+    assert other.calls == 18
+
+
+def test_another_grid_is_measured_from_where_it_differs(tmp_path) -> None:
+    path = tmp_path / "log.jsonl"
+    first = Timings(path, MADE_FOR)
+    verify = first.of("verify", Machine())
+    assert [verify(1, 1), verify(1, 4)] == [2.001, 5.002]
+    second, machine = Timings(path, MADE_FOR), Machine()
+    assert second.resumed == 2
+    verify = second.of("verify", machine)
+    assert verify(1, 1) == 2.001 and machine.calls == 0
+    assert verify(2, 2) == 3.001 and second.resumed == 0 and machine.calls == 1
