@@ -236,7 +236,8 @@ class Proposing:
     def __call__(
         self, scores: Tensor, candidates: Tensor, rows: Tensor, position: Tensor | int
     ) -> tuple[Tensor, Tensor]:
-        at = self.rows.select(rows).shift(position - 1)
+        greedy = self.rows.kinds <= {GREEDY}
+        at = self.rows if greedy else self.rows.select(rows).shift(position - 1)
         choice, q, bad = propose(scores, candidates, at, self.generator)
         return choice.masked_fill(bad, -1), q
 

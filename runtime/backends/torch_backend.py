@@ -157,5 +157,4 @@ class TorchBackend:
         if self.runner is None:
             raise RuntimeError("no drafter is loaded")
         self._absorb()
-        context = DraftContext(self._tensor(batch.anchors), self._tensor(batch.positions))
-        return self.runner.draft(context, self._tensor(lengths), batch.page_table, propose)
+        return self.runner.draft(DraftContext(batch.anchors, batch.positions), lengths, batch.page_table, propose)

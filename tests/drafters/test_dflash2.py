@@ -14,7 +14,7 @@ from trtllm_forespark.drafters.calibration import Calibration
 from trtllm_forespark.drafters.checkpoint import load_drafter, save_drafter
 from trtllm_forespark.drafters.config import DFlash2Config
 from trtllm_forespark.drafters.dflash2 import DFlash2
-from trtllm_forespark.drafters.runner import DFlash2Runner
+from trtllm_forespark.drafters.runner import Blocks, DFlash2Runner
 from trtllm_forespark.training.replay import greedy_choice
 
 CONFIG = DFlash2Config(
@@ -65,6 +65,12 @@ def fill(runner: DFlash2Runner, lengths: list[int], seed: int = 1) -> tuple[Draf
     return DraftContext(anchors, torch.tensor(lengths)), table
 
 
+def hidden_of(runner: DFlash2Runner, context: DraftContext, lengths, table) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states of packed blocks and each slot's in-block index."""
+    at = Blocks.of(np.asarray(lengths))
+    return runner._hidden(context, at, table), torch.from_numpy(at.index)
+
+
 def rows(context: DraftContext, which: list[int]) -> DraftContext:
     return DraftContext(context.anchors[which], context.positions[which])
 
@@ -76,11 +82,11 @@ def test_a_packed_request_drafts_as_if_alone(causal: bool) -> None:
     drafts = torch.tensor([5, 0, 2, 1, 4])
     context, table = fill(runner, lengths)
     who = drafts.nonzero()[:, 0]
-    hidden, index = runner._hidden(context, who, drafts[who], table)
+    hidden, index = hidden_of(runner, context, drafts, table)
     start = 0
     for i in who.tolist():
         slots = int(drafts[i]) + 1
-        alone, alone_index = runner._hidden(rows(context, [i]), torch.tensor([0]), drafts[i : i + 1], table[i : i + 1])
+        alone, alone_index = hidden_of(runner, rows(context, [i]), drafts[i : i + 1], table[i : i + 1])
         assert torch.equal(index[start : start + slots], alone_index)
         torch.testing.assert_close(hidden[start : start + slots], alone, atol=1e-5, rtol=1e-5)
         start += slots
@@ -109,8 +115,8 @@ def test_a_causal_short_draft_is_a_prefix_and_a_bidirectional_one_need_not_be() 
     for causal in (True, False):
         runner = make_runner(dataclasses.replace(CONFIG, causal=causal))
         context, table = fill(runner, [9] * 6)
-        long, _ = runner._hidden(context, torch.arange(6), torch.full((6,), 5), table)
-        short, _ = runner._hidden(context, torch.arange(6), torch.full((6,), 2), table)
+        long, _ = hidden_of(runner, context, [5] * 6, table)
+        short, _ = hidden_of(runner, context, [2] * 6, table)
         same[causal] = torch.allclose(long.view(6, 6, -1)[:, :3], short.view(6, 3, -1), atol=1e-5)
     assert same == {True: True, False: False}
 
@@ -131,7 +137,7 @@ def test_slot_j_gives_position_j() -> None:
     model = runner.model
     context, table = fill(runner, [4])
     lengths = torch.tensor([3])
-    hidden, index = runner._hidden(context, torch.tensor([0]), lengths, table)
+    hidden, index = hidden_of(runner, context, lengths, table)
     assert index.tolist() == [0, 1, 2, 3]
     expected = model.norm(hidden)  # shape only: h of slot j is row j of the block, the anchor's row drafts nothing
     draft, _ = runner.draft_with_logits(context, lengths, table, greedy_choice)
@@ -150,7 +156,7 @@ def test_the_walk_over_all_predecessors_is_the_walk_from_left_to_right() -> None
     context, table = fill(runner, [12, 30, 7])
     lengths = torch.tensor([5, 2, 4])
     draft = runner.draft(context, lengths, table, greedy_choice)
-    hidden, index = runner._hidden(context, torch.arange(3), lengths, table)
+    hidden, index = hidden_of(runner, context, lengths, table)
     expected: list[int] = []
     for h, slot in zip(hidden, index.tolist(), strict=True):
         if slot == 0:

@@ -25,7 +25,7 @@ from trtllm_forespark.training.losses import (
 )
 from trtllm_forespark.training.trainer import Trainer, TrainSettings
 
-from ..drafters.test_dflash2 import CONFIG, fill, make_runner
+from ..drafters.test_dflash2 import CONFIG, fill, hidden_of, make_runner
 
 LAYERS, HIDDEN, VOCAB = 2, 32, 90
 
@@ -106,9 +106,9 @@ def test_training_and_serving_compute_the_same_hidden_states() -> None:
         attend = TextAttention(
             [k for k, _ in keys_values], [v for _, v in keys_values], [0, 23], [0, 1], torch.tensor([23]), slots, False
         )
-        blocks = runner.model.embed_blocks(runner.embedding[context.anchors], index)
+        blocks = runner.model.embed_blocks(runner.embedding[context.anchors], torch.tensor([0]), len(index))
         trained = runner.model(blocks, index, 23 + index, attend)
-        served, _ = runner._hidden(context, torch.tensor([0]), torch.tensor([length]), table)
+        served, _ = hidden_of(runner, context, [length], table)
         torch.testing.assert_close(trained, served, atol=1e-5, rtol=1e-5)
 
 

@@ -5,6 +5,7 @@ The executor and the controller never ask which drafter runs; everything they ne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -41,13 +42,13 @@ class DrafterSpec:
 
 @dataclass(frozen=True)
 class DraftContext:
-    """What the drafter knows of each of n requests before it drafts.
+    """What the drafter knows of each of n requests before it drafts; on the host.
 
     anchors: [n] newest token ids, not through the target yet. positions: [n] their positions (= context lengths).
     """
 
-    anchors: torch.Tensor
-    positions: torch.Tensor
+    anchors: Sequence[int] | np.ndarray
+    positions: Sequence[int] | np.ndarray
 
 
 class Proposer(Protocol):
@@ -78,6 +79,6 @@ class DrafterRunner(Protocol):
         through the target (the anchor has not, so it has no feature of its own)."""
         ...
 
-    def draft(self, context: DraftContext, lengths: torch.Tensor, page_table: np.ndarray, propose: Proposer) -> Draft:
+    def draft(self, context: DraftContext, lengths: Sequence[int], page_table: np.ndarray, propose: Proposer) -> Draft:
         """One packed pass over anchor + d_i masks of the requests with d_i > 0 (§4.4)."""
         ...

@@ -268,11 +268,10 @@ class DFlash2(nn.Module):
         """Tables for `rotate` at positions [S]."""
         return self.rope.tables(positions)
 
-    def embed_blocks(self, anchor_embeddings: torch.Tensor, slot_index: torch.Tensor) -> torch.Tensor:
-        """Anchor embeddings [n, H] at slots of index 0, the learned mask elsewhere -> [S, H]."""
-        request = torch.cumsum(slot_index == 0, 0) - 1
-        at_anchor = (slot_index == 0)[:, None]
-        return torch.where(at_anchor, anchor_embeddings[request], self.mask_embedding)
+    def embed_blocks(self, anchor_embeddings: torch.Tensor, starts: torch.Tensor, slots: int) -> torch.Tensor:
+        """Anchor embeddings [m, H] at slots ``starts`` [m], the learned mask at all others -> [slots, H]."""
+        masks = self.mask_embedding.expand(slots, -1)
+        return masks.index_copy(0, starts, anchor_embeddings.to(masks.dtype))
 
     def forward(
         self, blocks: torch.Tensor, slot_index: torch.Tensor, positions: torch.Tensor, attend: Attend

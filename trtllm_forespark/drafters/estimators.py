@@ -37,4 +37,5 @@ class PostDraftEstimator(nn.Module):
     def forward(self, hidden: torch.Tensor, predecessor: torch.Tensor) -> torch.Tensor:
         """hidden [..., H], predecessor embedding [..., r] -> logits [...]."""
         feature = self.selector_projection(hidden) * predecessor
-        return self.output(torch.cat([hidden, feature], dim=-1)).squeeze(-1)
+        # One output: a product with a vector (a matrix product that narrow is slow), in float32.
+        return torch.cat([hidden, feature], dim=-1).float() @ self.output.weight[0].float() + self.output.bias.float()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -13,6 +16,45 @@ from trtllm_forespark.models.kv import PagedKV
 from trtllm_forespark.models.linear import PackedLinear
 from trtllm_forespark.wcs.stages import Draft, Estimate
 from trtllm_forespark.wcs.survival import directional_to_survival, triangle_to_survival
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Where everything lies in a packed pass of m blocks, an anchor's slot and d drafts each; known on the host.
+
+    who: [m] requests that draft. d: [m]. starts: [m] slot of each anchor. index: [S] in-block index of each slot, block:
+    [S] whose it is. drafts: [D] slots that are drafts, owner: [D] their block, position: [D] from 1.
+    """
+
+    who: np.ndarray
+    d: np.ndarray
+    starts: np.ndarray
+    index: np.ndarray
+    block: np.ndarray
+    drafts: np.ndarray
+    owner: np.ndarray
+    position: np.ndarray
+
+    @classmethod
+    def of(cls, lengths: np.ndarray) -> Blocks:
+        """lengths: [n] draft lengths, some 0."""
+        who = np.flatnonzero(lengths)
+        d = lengths[who]
+        starts = np.cumsum(d + 1) - (d + 1)
+        block = np.repeat(np.arange(len(who)), d + 1)
+        index = np.arange(len(block)) - starts[block]
+        drafts = np.flatnonzero(index)
+        return cls(who, d, starts, index, block, drafts, block[drafts], index[drafts])
+
+    @property
+    def cu_slots(self) -> np.ndarray:
+        """[m + 1]."""
+        return np.append(self.starts, len(self.index))
+
+    def walk(self) -> np.ndarray:
+        """[longest, m] packed draft row of each block at each position (its last where it is shorter)."""
+        first = np.cumsum(self.d) - self.d
+        return first + np.minimum(np.arange(self.d.max())[:, None], self.d - 1)
 
 
 class BlockAttention:
@@ -73,7 +115,6 @@ class DFlash2Runner:
             dtype,
             device,
         )
-        self.temperature = torch.from_numpy(calibration.temperature).to(device)
 
     def extend(self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Absorb target features [T, L, H] of tokens at positions [T]; slots [T] of the paged context. -> c [T, H]."""
@@ -94,7 +135,13 @@ class DFlash2Runner:
         survival = to_survival(logits, self.calibration.scale, self.calibration.bias)
         return Estimate(survival=survival, known=np.ones(len(logits), bool))
 
-    def draft(self, context: DraftContext, lengths: torch.Tensor, page_table: np.ndarray, propose: Proposer) -> Draft:
+    def draft(
+        self,
+        context: DraftContext,
+        lengths: Sequence[int] | np.ndarray | torch.Tensor,
+        page_table: np.ndarray,
+        propose: Proposer,
+    ) -> Draft:
         """Draft lengths[i] tokens for request i; requests with length 0 take no part in the pass.
 
         page_table [n, P] on the host: pages of each request's context. A row whose scores are NaN ends its draft there.
@@ -102,99 +149,89 @@ class DFlash2Runner:
         return self.draft_with_logits(context, lengths, page_table, propose)[0]
 
     def draft_with_logits(
-        self, context: DraftContext, lengths: torch.Tensor, page_table: np.ndarray, propose: Proposer
+        self,
+        context: DraftContext,
+        lengths: Sequence[int] | np.ndarray | torch.Tensor,
+        page_table: np.ndarray,
+        propose: Proposer,
     ) -> tuple[Draft, torch.Tensor]:
         """`draft`, and the raw post-draft logits [n, K] (eq. 5 before theta) that calibration fits on."""
-        n, block, device = len(lengths), self.spec.block, self.embedding.device
-        lengths = lengths.to(device)
-        who = lengths.nonzero()[:, 0]
-        survival = torch.zeros(n, block, device=device)
-        post = torch.full((n, block), -torch.inf, device=device)
-        if len(who) == 0:
-            none = torch.zeros(0, dtype=torch.int64, device=device)
+        wanted = np.asarray(lengths, np.int64)
+        n, block = len(wanted), self.spec.block
+        post = np.full((n, block), -np.inf, np.float32)
+        at = Blocks.of(wanted)
+        if len(at.who) == 0:
+            none = self._to(np.zeros(0, np.int64))
+            cu = torch.zeros(n + 1, dtype=torch.int64)
             empty = none.view(0, 1)
-            cu = torch.zeros(n + 1, dtype=torch.int64, device=device)
-            return Draft(none, cu.cpu(), empty, empty.float(), survival.cpu()), post
-        d = lengths[who]
-        hidden, slot_index = self._hidden(context, who, d, page_table)
-        drafted = slot_index > 0
-        h, position = hidden[drafted], slot_index[drafted]
+            return Draft(none, cu, empty, empty.float(), torch.zeros(n, block)), torch.from_numpy(post)
+        h = self._hidden(context, at, page_table).index_select(0, self._to(at.drafts))
         selector = self.model.candidate_selector
-        top = self.head(h).topk(selector.top_k, dim=-1)
+        width = selector.top_k
+        top = self.head(h).topk(width, dim=-1)
         candidates = self.d2t[top.indices]
-        request = who.repeat_interleave(d)
 
         # A position's predecessor is one of the candidates before it (the anchor before the first): a token is drawn
         # for each of them at once, then the walk follows the drawn columns.
-        at_first = (position == 1)[:, None]
-        before = torch.where(at_first, context.anchors[request][:, None], candidates.roll(1, 0))
+        at_first = self._to(at.position == 1)
+        anchors = self._to(np.asarray(context.anchors)[at.who[at.owner]])
+        before = torch.where(at_first[:, None], anchors[:, None], candidates.roll(1, 0))
         scores = selector.scores(top.values, selector.hidden_projection(h), before, top.indices)
-        width = selector.top_k
         choice, q = propose(
             scores.flatten(0, 1),
             candidates.repeat_interleave(width, 0),
-            request.repeat_interleave(width),
-            position.repeat_interleave(width),
+            self._to(np.repeat(at.who[at.owner], width)),
+            self._to(np.repeat(at.position, width)),
         )
-        column, reach = self._walk(choice.view(-1, width), d)
-        came_from = torch.where(at_first[:, 0], 0, column.roll(1))[:, None]
+        steps = self._walk(choice.view(-1, width), at)
+        column = steps[self._to(at.owner), self._to(at.position - 1)].clamp(min=0)
+        came_from = column.roll(1).masked_fill(at_first, 0)[:, None]
         tokens = candidates.gather(1, column[:, None]).squeeze(1)
         previous = before.gather(1, came_from).squeeze(1)
         proposal = q.view(len(h), width, width).gather(1, came_from[:, :, None].expand(-1, 1, width)).squeeze(1)
-        predecessor = selector.predecessor_codebook[previous]
-        raw = self.model.post_draft_estimator(h, predecessor).float()
-        post[request, position - 1] = raw
-        conditional = torch.sigmoid(post / self.temperature)
-        survival = conditional.cumprod(1)
-        kept = (position <= reach.repeat_interleave(d)).nonzero()[:, 0]
-        counts = torch.zeros(n, dtype=torch.int64, device=device)
-        counts[who] = reach
-        survival = survival * (torch.arange(block, device=device)[None, :] < counts[:, None])
-        cu = torch.zeros(n + 1, dtype=torch.int64, device=device)
-        cu[1:] = counts.cumsum(0)
-        if len(kept) != len(tokens):
-            tokens, candidates, proposal = tokens[kept], candidates[kept], proposal[kept]
-        # The controller decides on the host: lengths and survival go there in one copy each.
-        return Draft(tokens, cu.cpu(), candidates, proposal, survival.cpu()), post
+        raw = self.model.post_draft_estimator(h, selector.predecessor_codebook[previous])
 
-    @staticmethod
-    def _walk(choice: torch.Tensor, d: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Follow choices [D, P] (where each predecessor column leads, -1 for nowhere) along blocks of d [m] positions.
+        # The controller decides on the host: what it reads goes there now.
+        drawn = (steps.cpu().numpy() >= 0) & (np.arange(steps.shape[1]) < at.d[:, None])
+        reach = np.zeros(n, np.int64)
+        reach[at.who] = np.logical_and.accumulate(drawn, axis=1).sum(axis=1)
+        post[at.who[at.owner], at.position - 1] = raw.cpu().numpy()
+        conditional = 1 / (1 + np.exp(-post / self.calibration.temperature, dtype=np.float32))
+        survival = np.multiply.accumulate(conditional, axis=1) * (np.arange(block) < reach[:, None])
+        kept = np.flatnonzero(at.position <= reach[at.who[at.owner]])
+        if len(kept) < len(tokens):
+            index = self._to(kept)
+            tokens, candidates, proposal = tokens[index], candidates[index], proposal[index]
+        cu = torch.from_numpy(np.concatenate([[0], np.cumsum(reach)]))
+        return Draft(tokens, cu, candidates, proposal, torch.from_numpy(survival)), torch.from_numpy(post)
 
-        Returns the column taken at each packed position [D], and how far each request came [m].
-        """
-        first = torch.cumsum(d, 0) - d
-        column = torch.zeros_like(d)
-        path = []
-        for j in range(int(d.max())):
-            step = choice[first + torch.minimum(d - 1, torch.full_like(d, j)), column]
-            path.append(step)
-            column = step.clamp(min=0)
-        steps = torch.stack(path, 1)
-        inside = torch.arange(len(path), device=d.device) < d[:, None]
-        reach = ((steps >= 0) & inside).cumprod(1).sum(1)
-        return steps[inside].clamp(min=0), reach
+    def _walk(self, choice: torch.Tensor, at: Blocks) -> torch.Tensor:
+        """Follow choices [D, P] (where each predecessor column leads, -1 for nowhere) -> columns taken [m, longest]."""
+        column = self._to(np.zeros(len(at.d), np.int64))
+        steps = []
+        for rows in self._to(at.walk()):
+            steps.append(choice[rows, column])
+            column = steps[-1].clamp(min=0)
+        return torch.stack(steps, 1)
 
-    def _hidden(
-        self, context: DraftContext, who: torch.Tensor, d: torch.Tensor, page_table: np.ndarray
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states [S, H] of the packed blocks of requests ``who`` and each slot's in-block index [S]."""
-        slots = d + 1
-        cu = torch.zeros(len(who) + 1, dtype=torch.int64, device=d.device)
-        cu[1:] = slots.cumsum(0)
-        packed = torch.arange(int(cu[-1]), device=d.device)
-        slot_index = packed - cu[:-1].repeat_interleave(slots)
-        context_length = context.positions[who].repeat_interleave(slots)
-        own = packed + self._scratch
+    def _hidden(self, context: DraftContext, at: Blocks, page_table: np.ndarray) -> torch.Tensor:
+        """Hidden states [S, H] of the packed blocks."""
+        slots = len(at.index)
+        length = np.asarray(context.positions)[at.who][at.block]
+        own = np.arange(slots) + self._scratch
         plan = AttentionPlan(
-            cu,
-            context_length,
-            page_table[who.cpu().numpy()],
+            at.cu_slots,
+            length,
+            page_table[at.who],
             self.kv.page_size,
-            d.device,
-            own.cpu().numpy(),
+            self.embedding.device,
+            own,
             self.model.config.causal,
         )
-        blocks = self.model.embed_blocks(self.embedding[context.anchors[who]], slot_index)
-        attend = BlockAttention(plan, self.kv, own)
-        return self.model(blocks, slot_index, context_length + slot_index, attend), slot_index
+        anchors = self._to(np.asarray(context.anchors)[at.who])
+        blocks = self.model.embed_blocks(self.embedding[anchors], self._to(at.starts), slots)
+        attend = BlockAttention(plan, self.kv, self._to(own))
+        return self.model(blocks, self._to(at.index), self._to(length + at.index), attend)
+
+    def _to(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.embedding.device)

@@ -142,5 +142,7 @@ def draft_hidden(
         slots,
         model.config.causal,
     )
-    hidden = model(model.embed_blocks(embeddings[::every], slot_index), slot_index, true_position, attend)
+    starts = torch.arange(0, len(slot_index), slots)
+    blocks = model.embed_blocks(embeddings[::every], starts, len(slot_index))
+    hidden = model(blocks, slot_index, true_position, attend)
     return hidden.view(len(positions), slots, -1)[:, 1:]

@@ -39,7 +39,7 @@ def distill(
     """Let the engine answer prompts into ``output`` (.npz: prompt, resp, their offsets, source, row).
 
     Finished answers also stand in ``output``.partial.jsonl, from which a run that was interrupted goes on; made says
-    what they are made with. Answers that did not end by themselves are kept (cut). Returns how many answers the file holds.
+    what they are made with. Answers that did not end by themselves are kept (cut). Returns how many there are.
     """
     output = Path(output)
     log = AnswerLog(output.with_suffix(".partial.jsonl"), [p["prompt"] for p in prompts], made)

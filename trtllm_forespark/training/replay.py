@@ -89,14 +89,12 @@ class Replay:
             if len(active) == 0:
                 break
             at = anchors[active]
-            context = DraftContext(
-                anchors=torch.tensor([int(self.texts[i].tokens[a]) for i, a in zip(active, at, strict=True)]),
-                positions=torch.from_numpy(at),
-            )
+            newest = np.array([int(self.texts[i].tokens[a]) for i, a in zip(active, at, strict=True)])
+            context = DraftContext(newest, at)
             features = torch.stack([self.context[i][a - 1] for i, a in zip(active, at, strict=True)])
-            lengths = torch.full((len(active),), length)
+            lengths = np.full(len(active), length)
             draft, post = self.runner.draft_with_logits(context, lengths, self.page_table[active], greedy_choice)
-            pre = self.runner.estimate_logits(context.anchors, features)
+            pre = self.runner.estimate_logits(torch.from_numpy(newest), features)
             tokens = draft.token_ids.view(len(active), length).numpy()
             labelled = np.array(
                 [min(length, len(self.texts[i].tokens) - 1 - a) for i, a in zip(active, at, strict=True)]
@@ -108,7 +106,7 @@ class Replay:
                 ]
             )
             accepted = (tokens == truth).cumprod(1).sum(1)
-            parts.append((pre.cpu().numpy(), post.cpu().numpy(), accepted, labelled, previous[active].copy()))
+            parts.append((pre.cpu().numpy(), post.numpy(), accepted, labelled, previous[active].copy()))
             previous[active] = accepted
             anchors[active] = at + accepted + 1
             report(int(sum(len(p[2]) for p in parts)))

@@ -197,6 +197,23 @@ class WorkConserving(Policy):
             pieces=self.pieces,
         )
 
+    def plan(self, step: BeforeDraft) -> tuple[Totals, npt.NDArray[np.int64]]:
+        survival = self.curves(step)
+        n, block = survival.shape[:2]
+        if step.table is None or n * block > schedule.EXACT_SLOTS:
+            return super().plan(step)
+        # A small batch's totals come from its lengths: no need to find them again.
+        both = schedule.joint_schedule(
+            step.ops.rewards(survival),
+            survival,
+            step.num_tokens,
+            step.table,
+            limits=step.limits,
+            floor=self.floor,
+            pieces=self.pieces,
+        )
+        return both.totals, both.lengths
+
     def split(self, step: BeforeDraft, totals: Totals) -> npt.NDArray[np.int64]:
         rewards = step.ops.rewards(self.curves(step))
         if self.floor == 0:
