@@ -22,8 +22,8 @@ from trtllm_forespark.wcs.survival import directional_to_survival, triangle_to_s
 class Blocks:
     """Where everything lies in a packed pass of m blocks, an anchor's slot and d drafts each; known on the host.
 
-    who: [m] requests that draft. d: [m]. starts: [m] slot of each anchor. index: [S] in-block index of each slot, block:
-    [S] whose it is. drafts: [D] slots that are drafts, owner: [D] their block, position: [D] from 1.
+    who: [m] requests that draft. d: [m]. starts: [m] slot of each anchor. index: [S] in-block index of each slot,
+    block: [S] whose it is. drafts: [D] slots that are drafts, owner: [D] their block, position: [D] from 1.
     """
 
     who: np.ndarray
