@@ -57,8 +57,6 @@ class Policy:
     name = ""
     #: Reads the pre-draft estimator.
     needs_estimate = False
-    #: Reads the post-draft estimator.
-    needs_confidence = False
     #: Drafts at all.
     needs_drafter = True
     #: Prices what it does by a latency table.
@@ -141,7 +139,6 @@ class Batchwise(Policy):
 
 class Adaptive(Policy):
     name = "adaptive"
-    needs_confidence = True
     needs_table = True
     fresh_when_greedy = True
 
@@ -166,7 +163,6 @@ class WorkConserving(Policy):
     name = "wcs"
     needs_estimate = True
     needs_table = True
-    needs_confidence = True
 
     def __init__(self, pieces: Pieces = "whole", floor: int = 0, greedy_budget: str = "fresh") -> None:
         if pieces not in ("whole", "paper"):

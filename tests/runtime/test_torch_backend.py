@@ -1,0 +1,114 @@
+"""What waits outside the drafter's context arrives there as if it had never waited, and only for who is still there."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from trtllm_forespark.drafters.calibration import Calibration
+from trtllm_forespark.drafters.dflash2 import DFlash2
+from trtllm_forespark.models.loaders import open_checkpoint
+from trtllm_forespark.models.transformer import PackedTransformer
+from trtllm_forespark.runtime.backends.base import DraftBatch, TargetBatch
+from trtllm_forespark.runtime.backends.torch_backend import TorchBackend
+from trtllm_forespark.training.replay import greedy_choice
+
+from ..drafters.test_dflash2 import CONFIG
+from ..models.tiny import BASE, reference, save
+
+PAGE = 16
+SHAPE = dataclasses.replace(
+    CONFIG,
+    hidden_size=BASE["hidden_size"],
+    num_heads=BASE["num_attention_heads"],
+    num_kv_heads=BASE["num_key_value_heads"],
+    head_dim=BASE["head_dim"],
+    vocab_size=BASE["vocab_size"],
+    capture_layers=(0, 2),
+    target_layers=3,
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> PackedTransformer:
+    source = open_checkpoint(save(reference(), tmp_path_factory.mktemp("tiny")))
+    return PackedTransformer(source.config, source.weights)
+
+
+def make(target: PackedTransformer) -> TorchBackend:
+    torch.manual_seed(0)
+    model = DFlash2(SHAPE)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.2)
+        model.d2t.copy_(torch.randperm(SHAPE.vocab_size)[: SHAPE.draft_vocab_size].sort().values)
+    calibration = Calibration.identity(SHAPE.block, SHAPE.estimator_outputs)
+    return TorchBackend(
+        target, (model, calibration), max_batch_size=4, max_seq_len=64, num_pages=8, page_size=PAGE
+    )
+
+
+def feed(backend: TorchBackend, seats: list[int], pages: list[list[int]], texts: list[list[int]], start: int) -> None:
+    """One pass over the next tokens of requests that all stand at position ``start``; all of them are kept."""
+    counts = [len(text) for text in texts]
+    cu = np.concatenate([[0], np.cumsum(counts)]).tolist()
+    positions = [start + i for count in counts for i in range(count)]
+    ids = [token for text in texts for token in text]
+    backend.forward(TargetBatch(ids, positions, cu, np.array(pages), [len(ids) - 1], seats))
+    backend.commit(counts)
+
+
+def draft(backend: TorchBackend, seat: int, pages: list[int], anchor: int, position: int):
+    batch = DraftBatch([anchor], [position], np.array([pages]), [seat])
+    estimate = backend.estimate(batch)
+    return backend.draft(batch, [5], greedy_choice), estimate
+
+
+def test_a_seat_and_its_pages_may_be_reused_while_tokens_wait(target: PackedTransformer) -> None:
+    rng = np.random.default_rng(0)
+    old, new, other = (rng.integers(3, 97, 20).tolist() for _ in range(3))
+    used, fresh = make(target), make(target)
+    feed(used, [0, 1], [[2, 3], [4, 5]], [old, other], 0)
+    used.release(0)  # its 20 tokens still wait
+    feed(used, [0], [[2, 3]], [new[:7]], 0)
+    feed(used, [0], [[2, 3]], [new[7:]], 7)
+    feed(fresh, [0], [[2, 3]], [new], 0)
+    mine, estimate = draft(used, 0, [2, 3], new[-1], 20)
+    wanted, expected = draft(fresh, 0, [2, 3], new[-1], 20)
+    assert torch.equal(mine.token_ids, wanted.token_ids)
+    torch.testing.assert_close(mine.survival, wanted.survival, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(estimate.survival, expected.survival, atol=1e-5)
+    # The neighbour's tokens were absorbed by the same pass.
+    alone = make(target)
+    feed(alone, [1], [[4, 5]], [other], 0)
+    np.testing.assert_allclose(
+        draft(used, 1, [4, 5], 9, 20)[1].survival, draft(alone, 1, [4, 5], 9, 20)[1].survival, atol=1e-5
+    )
+
+
+def test_waiting_long_is_bounded_and_changes_nothing(target: PackedTransformer, monkeypatch) -> None:
+    from trtllm_forespark.runtime.backends import torch_backend
+
+    text = np.random.default_rng(1).integers(3, 97, 30).tolist()
+    patient, eager = make(target), make(target)
+    for backend, most in ((patient, 1000), (eager, 0)):
+        monkeypatch.setattr(torch_backend, "_MOST_WAITING", most)
+        for i in range(0, 30, 3):
+            feed(backend, [2], [[0, 1]], [text[i : i + 3]], i)
+    assert len(patient._waiting) == 10 and not eager._waiting
+    mine, wanted = draft(patient, 2, [0, 1], 5, 30), draft(eager, 2, [0, 1], 5, 30)
+    torch.testing.assert_close(mine[0].survival, wanted[0].survival, atol=1e-5, rtol=0)
+
+
+def test_nothing_committed_and_nothing_drafted(target: PackedTransformer) -> None:
+    backend = make(target)
+    feed(backend, [0], [[0, 1]], [[5, 6, 7]], 0)
+    backend.release(0)
+    batch = DraftBatch([5], [3], np.array([[0, 1]]), [0])
+    assert backend.draft(batch, [0], greedy_choice).cu_lengths.tolist() == [0, 0]
+    with pytest.raises(RuntimeError, match="without a captured pass"):
+        backend.commit([1])
