@@ -22,7 +22,7 @@ from trtllm_forespark.runtime.request import Request, Status, cut
 from trtllm_forespark.runtime.sampling import Proposing, SamplingRows
 from trtllm_forespark.runtime.verify import Verified, verify
 from trtllm_forespark.wcs.controller import WcsController
-from trtllm_forespark.wcs.stages import Draft, Estimate, Plan, Selection
+from trtllm_forespark.wcs.stages import Draft, Estimate, Outcome, Plan, Selection
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Executor:
         return self._run(self.scheduler.next_step(decode=False))
 
     def _run(self, work: StepWork) -> StepWork:
-        started, before = time.perf_counter(), sum(self.metrics.seconds.values())
+        started, before = time.perf_counter(), dict(self.metrics.seconds)
         if not work:
             return work
         stage = self.metrics.stage
@@ -113,9 +113,13 @@ class Executor:
             selection = self.distribute(work, plan, draft)
         with stage("verify"):
             verified = self.verify(work, draft, selection)
-        self.commit(work, plan, draft, selection, verified)
-        spent = sum(self.metrics.seconds.values()) - before
-        self.metrics.seconds["other"] += time.perf_counter() - started - spent
+            outcome = verified.outcome()  # waits for the device
+        if work.decoding:
+            self.controller.observe([r.key for r in work.decoding], draft, selection, outcome, plan)
+        self.commit(work, draft, selection, verified, outcome)
+        spent = {name: seconds - before[name] for name, seconds in self.metrics.seconds.items()}
+        self.metrics.seconds["other"] += time.perf_counter() - started - sum(spent.values())
+        self.controller.timed(plan, selection, work.num_tokens, spent["pre_draft"] + spent["draft"], spent["verify"])
         return work
 
     def pre_draft_estimate(self, work: StepWork) -> Estimate | None:
@@ -184,9 +188,8 @@ class Executor:
         rows = SamplingRows.of(sampled, self.backend.device)
         return verify(padded, all_verified, logits, rows, self.streams.verify)
 
-    def commit(self, work: StepWork, plan: Plan, draft: Draft, selection: Selection, verified: Verified) -> None:
+    def commit(self, work: StepWork, draft: Draft, selection: Selection, verified: Verified, outcome: Outcome) -> None:
         """Hand out tokens, keep what was accepted in the caches, end what is at its end."""
-        outcome = verified.outcome()
         accepted, failed = verified.accepted.tolist(), verified.failed.tolist()
         drafted = draft.cu_lengths.diff().tolist()
         n = len(work.decoding)
@@ -198,8 +201,6 @@ class Executor:
         for request, bad in zip(sampled, failed, strict=True):
             if bad:  # before any of its pages can go to another request
                 self.backend.clear(self.scheduler.cache.pages(request.id))
-        if n:
-            self.controller.observe([r.key for r in work.decoding], draft, selection, outcome, plan)
         for request, count in zip([*work.decoding, *(c.request for c in work.chunks)], kept, strict=True):
             request.num_computed_tokens += count
             self.scheduler.cache.truncate(request.id, request.num_computed_tokens)  # pages only rejected drafts reached

@@ -47,9 +47,7 @@ def make(target: PackedTransformer) -> TorchBackend:
                 parameter.normal_(std=0.2)
         model.d2t.copy_(torch.randperm(SHAPE.vocab_size)[: SHAPE.draft_vocab_size].sort().values)
     calibration = Calibration.identity(SHAPE.block, SHAPE.estimator_outputs)
-    return TorchBackend(
-        target, (model, calibration), max_batch_size=4, max_seq_len=64, num_pages=8, page_size=PAGE
-    )
+    return TorchBackend(target, (model, calibration), max_batch_size=4, max_seq_len=64, num_pages=8, page_size=PAGE)
 
 
 def feed(backend: TorchBackend, seats: list[int], pages: list[list[int]], texts: list[list[int]], start: int) -> None:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from trtllm_forespark.wcs.correction import Correction
 from trtllm_forespark.wcs.latency import LatencyTable
 from trtllm_forespark.wcs.ops import NumpyOps, Ops
+from trtllm_forespark.wcs.pace import Pace
 from trtllm_forespark.wcs.policies import BeforeDraft, Policy
 from trtllm_forespark.wcs.schedule import Totals, adaptive_budget
 from trtllm_forespark.wcs.stages import Draft, Estimate, Outcome, Plan, Selection
@@ -30,7 +31,8 @@ class WcsController:
     request nothing is known about, when nothing is known of any other (the drafter's calibrated mean); None: expect
     nothing, so draft nothing then.
 
-    adapt: correct both estimates by what is accepted (`Correction`); and where no draft has paid for some steps, pass
+    adapt: correct both estimates by what is accepted (`Correction`) and the table by what steps take (`Pace`); and
+    where no draft has paid for some steps, pass
     over the estimate of the next few (2, 4, … 16) unless requests end meanwhile, so that a load at which speculation
     does not pay costs next to nothing.
 
@@ -52,7 +54,8 @@ class WcsController:
             raise ValueError(f"block must be 1 or more draft tokens for policy {policy.name!r}, not {block}")
         if policy.needs_table and table is None:
             raise ValueError(f"policy {policy.name!r} needs a latency table; make one with `forespark profile`")
-        self.policy, self.table, self.block, self.ops = policy, table, block, ops or NumpyOps()
+        self.policy, self.block, self.ops = policy, block, ops or NumpyOps()
+        self.pace = None if table is None else Pace(table)
         self.prior = np.zeros((block, block), np.float32) if prior is None else np.asarray(prior, np.float32)
         if self.prior.shape != (block, block):
             raise ValueError(f"prior has shape {self.prior.shape}; a block of {block} needs ({block}, {block})")
@@ -63,6 +66,11 @@ class WcsController:
         self._adapt = adapt
         self.before, self.after = Correction(block), Correction(block)  # of pre-draft and post-draft survival
         self._idle, self._left, self._load = 0, 0, 0
+
+    @property
+    def table(self) -> LatencyTable | None:
+        """What steps are priced with: the table that was given, at this run's pace."""
+        return None if self.pace is None else self.pace.table
 
     def rests(self, n: int) -> bool:
         """Whether this step of n decoding requests is passed over: no estimate, and `nothing` for a plan. Ask once."""
@@ -194,6 +202,19 @@ class WcsController:
         survived = (accepted == verified)[:, None] & drafted & ~judged
         dropped = np.where(survived, survival / np.maximum(at_last, 1e-6)[:, None], 0).sum()
         self.before.learn(np.where(drafted, forecast[who], 0), float(accepted.sum() + dropped))
+
+    def timed(self, plan: Plan, selection: Selection, num_tokens: int, draft: float, verify: float) -> None:
+        """What the step just done took: seconds of estimate and draft, and of verification."""
+        lengths = np.asarray(plan.draft_lengths)
+        n = len(lengths)
+        if not self._adapt or self.pace is None or num_tokens != n or n == 0:
+            return  # with prefill in the step the table only extrapolates
+        prices = self.pace.measured.prices(n, self.block, num_tokens)
+        drafting, total = int(np.count_nonzero(lengths)), int(lengths.sum())
+        if drafting:
+            self.pace.saw("draft", draft, float(prices.draft_at(drafting, total + drafting)))
+        budget = int(np.asarray(selection.verified_lengths).sum())
+        self.pace.saw("verify", verify, float(prices.verify_at(num_tokens + budget)))
 
     def forget(self, key: Key) -> None:
         """A request ended or was preempted. A key of an old generation forgets nothing."""

@@ -13,7 +13,7 @@ import datetime
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -251,6 +251,11 @@ class LatencyTable:
             tokens = _cover_zero(self.draft.borders(int(requests[-1]) * (block + 1)), self.draft.linear)
             self._grid = tokens, np.concatenate([np.zeros((1, len(tokens))), self.draft.rows(requests, tokens)])
         return self._grid
+
+    def with_draft_scaled(self, factor: float) -> LatencyTable:
+        """The same table with T_draft times ``factor``."""
+        entries = [replace(e, seconds=e.seconds * factor) for e in self.draft.entries]
+        return replace(self, draft=Surface(entries, self.interpolation, self.draft.name))
 
     def note_use(self, n: int, drafting: int, draft_tokens: int, verify_tokens: int) -> None:
         """Warn, once, where a chosen step lies past the last bucket."""

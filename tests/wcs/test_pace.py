@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trtllm_forespark.wcs.controller import WcsController
+from trtllm_forespark.wcs.pace import Pace
+from trtllm_forespark.wcs.policies import make_policy
+from trtllm_forespark.wcs.stages import Estimate, Plan, Selection
+from trtllm_forespark.wcs.survival import prefix_survival
+
+from .cases import dense_table
+
+K = 4
+TABLE = dense_table(4, K, lambda m, t: 0.02 * t, lambda m, t: 1 + 0.02 * t, prefill=8)
+
+
+def test_nothing_is_concluded_from_little() -> None:
+    pace = Pace(TABLE)
+    assert pace.table is TABLE
+    for _ in range(4):
+        pace.saw("draft", 9.0, 1.0)
+        pace.saw("verify", 1.0, 1.0)
+    assert pace.factor == 1.0 and pace.table is TABLE
+
+
+@pytest.mark.parametrize(("draft", "verify", "factor"), [(2.0, 1.0, 2.0), (1.0, 2.0, 0.5), (3.0, 3.0, 1.0)])
+def test_only_the_ratio_of_the_two_counts(draft: float, verify: float, factor: float) -> None:
+    pace = Pace(TABLE)
+    for _ in range(40):
+        pace.saw("draft", draft * 0.3, 0.3)
+        pace.saw("verify", verify * 0.7, 0.7)
+    assert pace.factor == pytest.approx(factor, rel=0.06)
+    assert pace.table.draft_seconds(2, 6) == pytest.approx(pace.factor * TABLE.draft_seconds(2, 6))
+    assert pace.table.verify_seconds(2, 6) == TABLE.verify_seconds(2, 6)
+    assert pace.table is pace.table, "a factor's table is made once"
+
+
+def test_one_stalled_step_changes_little() -> None:
+    pace = Pace(TABLE)
+    for _ in range(60):
+        pace.saw("draft", 1.0, 1.0)
+        pace.saw("verify", 1.0, 1.0)
+    pace.saw("verify", 1000.0, 1.0)
+    assert 0.9 <= pace.factor <= 1.1
+
+
+def test_drafting_that_takes_longer_than_its_price_is_drafted_less() -> None:
+    n = 4
+    survival = prefix_survival(np.cumprod(np.full((n, K), 0.6, np.float32), axis=1))
+    totals = {}
+    for slower in (1.0, 3.0):
+        for adapt in (True, False):
+            controller = WcsController(make_policy("wcs"), TABLE, K, adapt=adapt)
+            for _ in range(30):
+                plan = controller.plan([(i, 0) for i in range(n)], Estimate(survival, np.ones(n, bool)), [K] * n, n)
+                drafting = int((plan.draft_lengths > 0).sum())
+                tokens = int(plan.draft_lengths.sum()) + drafting
+                selection = Selection(plan.draft_lengths)
+                seconds = slower * float(TABLE.draft_seconds(drafting, tokens))
+                controller.timed(plan, selection, n, seconds, float(TABLE.verify_seconds(n, n + tokens - drafting)))
+            totals[slower, adapt] = int(plan.draft_lengths.sum())
+    assert totals[3.0, True] < totals[1.0, True] == totals[1.0, False] == totals[3.0, False]
+
+
+def test_steps_with_prefill_and_policies_without_a_table_are_not_judged() -> None:
+    controller = WcsController(make_policy("wcs"), TABLE, K)
+    plan = Plan(np.zeros(2, int), 0, 0.0, 0.0, 0.0)
+    for _ in range(9):
+        controller.timed(plan, Selection(np.zeros(2, int)), 12, 0.0, 99.0)
+    assert controller.pace is not None and controller.pace.factor == 1.0
+    WcsController(make_policy("ar"), None, 0).timed(plan, Selection(np.zeros(2, int)), 2, 0.0, 1.0)
