@@ -11,6 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 PolicyName = Literal["ar", "full", "batchwise", "adaptive", "wcs", "wcs-single-curve", "exhaustive"]
 
 
+_ADAPT = (
+    "correct estimates by what is accepted and latencies by what steps take, rest where no draft pays; off: what is "
+    "drafted does not depend on times (texts of seeded and greedy requests never do)"
+)
+
+
 class EngineConfig(BaseModel):
     """What `LLM` is built from. Unknown names and values outside their range are errors that name the field."""
 
@@ -27,7 +33,7 @@ class EngineConfig(BaseModel):
     kv_cache_tokens: int | None = Field(None, ge=1, description="None: room for max_batch_size requests of 512 tokens")
     min_draft: int = Field(0, ge=0, description="draft tokens every request gets at least (the paper's fairness floor)")
     whole_pieces: bool = Field(True, description="never stop a draft inside a flat piece of its envelope")
-    adapt: bool = Field(True, description="correct estimates by what is accepted; rest where no draft pays")
+    adapt: bool = Field(True, description=_ADAPT)
     latency_table: str | None = Field(None, description="JSON of `forespark profile`; None: the cached one, or measure")
     seed: int | None = Field(None, ge=0, description="of the requests that set none; None: fresh entropy")
     threads: int | None = Field(None, ge=1, description="torch CPU threads; None: torch's own choice")

@@ -96,7 +96,8 @@ class Peeking(WcsController):
 
 
 def test_a_scorer_that_peeks_at_the_drawn_token_is_caught() -> None:
-    executor = Executor(MarkovBackend(), Peeking(make_policy("wcs"), TABLE, block=BLOCK), ExecutorConfig(64, 1024, 3))
+    controller = Peeking(make_policy("wcs"), TABLE, block=BLOCK, adapt=False)
+    executor = Executor(MarkovBackend(), controller, ExecutorConfig(64, 1024, 3))
     assert p_value(sample(executor, 4000, 32), exact(0)) < 1e-6
 
 
