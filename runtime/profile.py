@@ -21,6 +21,8 @@ class Probe:
 
     def __init__(self, backend: TorchBackend, context: int = 160, max_requests: int = 64) -> None:
         self.backend, self.context = backend, context
+        if context + 32 > backend.max_seq_len:
+            raise ValueError(f"a context of {context} tokens leaves no room to decode within {backend.max_seq_len}")
         page = backend.page_size
         self.pages = -(-(context + 32) // page)
         self.max_requests = min(max_requests, backend.num_pages // self.pages)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trtllm_forespark.files import write_text
 from trtllm_forespark.models.registry import cache_home
 from trtllm_forespark.runtime.profile import Probe
-from trtllm_forespark.wcs.latency import LatencyTable, profile
+from trtllm_forespark.wcs.latency import LatencyTable, LatencyTableError, profile
 
 if TYPE_CHECKING:
     from trtllm_forespark.runtime.llm import LLM
@@ -34,13 +34,18 @@ def load_or_profile(llm: LLM, say: Say) -> LatencyTable:
     """The table at ``llm.table_path``, which must be for this device, model, drafter and dtype; else a new one."""
     path = llm.table_path
     largest = max(USUAL_REQUESTS, min(llm.config.max_batch_size, 64))
+    if llm.config.latency_table:
+        if not path.exists():
+            raise ValueError(f"latency_table {path} does not exist; make it with `forespark profile --output {path}`")
+        return LatencyTable.load(path, expect=llm.identity)
     if path.exists():
-        table = LatencyTable.load(path, expect=llm.identity)
-        if llm.config.latency_table or int(table.verify.requests[-1]) >= largest:
-            return table
-        say(f"the kept latency table ends at {table.verify.requests[-1]} requests; measuring up to {largest}")
-    elif llm.config.latency_table:
-        raise ValueError(f"latency_table {path} does not exist; make it with `forespark profile --output {path}`")
+        try:
+            table = LatencyTable.load(path, expect=llm.identity)
+            if int(table.verify.requests[-1]) >= largest:
+                return table
+            say(f"the kept latency table ends at {table.verify.requests[-1]} requests; measuring up to {largest}")
+        except LatencyTableError as error:
+            say(f"measuring again: {error}")
     else:
         say("no latency table for this machine yet; measuring (about a minute, kept for the next start)")
     table = measure(llm, say, max_requests=largest, log=path.with_suffix(".log.jsonl"))
@@ -69,8 +74,9 @@ class Timings:
                 break  # a crash cut it short
         going_on = lines[:1] == [header] and lines[-1] != "done"
         self._stored = lines[1:] if going_on else []
+        self._lines: list[Any] = [header]
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(line) + "\n" for line in [header, *self._stored]))
+        self._rewrite()
 
     @property
     def resumed(self) -> int:
@@ -82,8 +88,11 @@ class Timings:
 
         def timed(requests: int, tokens: int) -> float:
             if self._stored and self._stored[0][:3] == [kind, requests, tokens]:
-                return float(self._stored.pop(0)[3])
-            self._stored.clear()
+                self._lines.append(self._stored.pop(0))
+                return float(self._lines[-1][3])
+            if self._stored:
+                self._stored.clear()  # another grid: from here on the old times are of no use
+                self._rewrite()
             seconds = measure(requests, tokens)
             self._write([kind, requests, tokens, seconds])
             return seconds
@@ -93,7 +102,11 @@ class Timings:
     def done(self) -> None:
         self._write("done")
 
+    def _rewrite(self) -> None:
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in [*self._lines, *self._stored]))
+
     def _write(self, line: Any) -> None:
+        self._lines.append(line)
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 

@@ -42,7 +42,7 @@ class Verified:
         tokens, starts = self.tokens.tolist(), self.cu_rows.tolist()
         counts = (self.accepted + 1 - self.failed.long()).tolist()
         emitted = [tokens[start : start + count] for start, count in zip(starts, counts, strict=False)]
-        return Outcome(accepted=self.accepted, emitted=emitted)
+        return Outcome(accepted=self.accepted.cpu(), emitted=emitted)
 
 
 @dataclass(frozen=True)

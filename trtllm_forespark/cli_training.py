@@ -71,7 +71,7 @@ def train(args: argparse.Namespace) -> int:
         c.hidden_size,
         args.seed or 0,
         every(say, "texts read by the target"),
-        f"{llm.config.model}, layers {','.join(str(layer) for layer in layers)}",
+        f"{llm.config.model}, {llm.dtype}, layers {','.join(str(layer) for layer in layers)}",
     )
     cpu = torch.device("cpu")
     settings = TrainSettings(

@@ -35,7 +35,9 @@ class EngineConfig(BaseModel):
     whole_pieces: bool = Field(True, description="never stop a draft inside a flat piece of its envelope")
     adapt: bool = Field(True, description=_ADAPT)
     latency_table: str | None = Field(None, description="JSON of `forespark profile`; None: the cached one, or measure")
-    seed: int | None = Field(None, ge=0, description="of the requests that set none; None: fresh entropy")
+    seed: int | None = Field(
+        None, ge=0, description="of requests that set none (a run repeats with adapt off); None: entropy"
+    )
     threads: int | None = Field(None, ge=1, description="torch CPU threads; None: torch's own choice")
 
     @classmethod

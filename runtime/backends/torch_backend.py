@@ -60,6 +60,7 @@ class TorchBackend:
         self.max_seq_len, self.vocab_size = max_seq_len, config.vocab_size
         self.page_size, self.num_pages = page_size, num_pages
         self.kv = target.new_kv(num_pages, page_size)
+        target.rope.tabulate(max_seq_len)
         self.runner: DFlash2Runner | None = None
         self.spec: DrafterSpec | None = None
         self._capture: tuple[int, ...] = ()
@@ -69,6 +70,7 @@ class TorchBackend:
             self.runner = DFlash2Runner(
                 model, calibration, target.embedding_weight(), target.lm_head_weight(), num_pages, page_size, self.dtype
             )
+            model.rope.tabulate(max_seq_len)
             self.spec, self._capture = self.runner.spec, self.runner.spec.capture_layers
             self._waiting: list[_Waiting] = []
             self._epoch = np.zeros(max_batch_size, np.int64)  # how often a seat was given up
@@ -138,6 +140,7 @@ class TorchBackend:
     def release(self, seat: int) -> None:
         if self.runner is not None:
             self._epoch[seat] += 1
+            self._waiting = [w for w in self._waiting if (w.epochs == self._epoch[w.seats]).any()]
 
     @torch.inference_mode()
     def clear(self, pages: Sequence[int]) -> None:

@@ -307,5 +307,7 @@ def test_answers_made_with_something_else_or_cut_short_do_not_count(tmp_path) ->
     assert again.todo() == [(1, "b")] and again.done[2] == Answer([4], [5], False)
     assert len(AnswerLog(path, ["a", "b", "c"], "model, temperature 1").done) == 0
     assert list(AnswerLog(path, ["a", "b", "other"], "model, greedy").done) == [0]
+    again.add(1, Answer([6], [7], True))
+    assert len(AnswerLog(path, ["a", "b", "c"], "model, greedy").done) == 3, "the half line took no other with it"
     again.remove()
     assert AnswerLog(path, ["a"], "model, greedy").done == {}

@@ -193,7 +193,7 @@ def test_where_no_draft_pays_most_steps_are_passed_over_and_drafting_comes_back(
     hopeless, good = np.zeros((3, K, K)), prefix_survival(np.full((3, K), [0.95, 0.9, 0.85, 0.8]))
     controller = WcsController(make_policy("wcs"), TABLE, K)
     assert steps(controller, hopeless, 24) == "----rr-rrrr-rrrrrrrr-rrr"
-    assert steps(controller, hopeless[:2], 1) == "-", "a request ended: look at once"
+    assert steps(controller, hopeless[:2], 5) == "----r", "a smaller batch is looked at as if it were new"
     assert "d" in steps(controller, good, 17)
     assert steps(controller, good, 3) == "ddd"
     assert steps(WcsController(make_policy("wcs"), TABLE, K, adapt=False), hopeless, 9) == "-" * 9
@@ -222,3 +222,12 @@ def test_estimates_are_corrected_by_what_is_accepted(token_cost: float, adapt: b
         assert controller.after.factor == pytest.approx(0.5 / 0.8, abs=0.08)
     else:
         assert lengths.sum() <= n, "0.5 a token pays for one at most"
+
+
+def test_a_step_without_room_for_drafts_is_no_reason_to_rest() -> None:
+    controller = WcsController(make_policy("wcs"), TABLE, K)
+    estimate = Estimate(prefix_survival(np.full((2, K), [0.9, 0.8, 0.7, 0.6])), np.ones(2, bool))
+    for _ in range(9):
+        assert not controller.rests(2)
+        controller.plan([(0, 0), (1, 0)], estimate, [0, 0], 40)
+    assert controller.plan([(0, 0), (1, 0)], estimate, [K, K], 2).draft_lengths.any()

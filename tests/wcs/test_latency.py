@@ -111,7 +111,7 @@ def test_json_round_trip(tmp_path: Path) -> None:
     assert again.verify.entries == table.verify.entries and again.draft.entries == table.draft.entries
     assert (again.interpolation, again.date, again.device) == ("linear", table.date, "cpu EPYC")
     data = json.loads(path.read_text())
-    assert data["version"] == 1 and data["verify"][0][3] == 3
+    assert data["version"] == 2 and data["verify"][0][3] == 3
 
 
 @pytest.mark.parametrize("name", sorted(MADE_FOR))
@@ -128,14 +128,14 @@ def test_a_table_made_for_something_else_is_one_clear_error(tmp_path: Path, name
         ("{", "cannot read"),
         ("[]", "not a latency table"),
         ('{"kind": "forespark-latency-table", "version": 9}', "format version 9"),
-        ('{"kind": "forespark-latency-table", "version": 1}', "interpolation is None"),
-        ('{"kind": "forespark-latency-table", "version": 1, "interpolation": "linear"}', "entries of 'verify'"),
+        ('{"kind": "forespark-latency-table", "version": 2}', "interpolation is None"),
+        ('{"kind": "forespark-latency-table", "version": 2, "interpolation": "linear"}', "entries of 'verify'"),
         (
-            '{"kind": "forespark-latency-table", "version": 1, "interpolation": "linear", "verify": [[1, 1, -1, 1]]}',
+            '{"kind": "forespark-latency-table", "version": 2, "interpolation": "linear", "verify": [[1, 1, -1, 1]]}',
             "bad entry",
         ),
         (
-            '{"kind": "forespark-latency-table", "version": 1, "interpolation": "linear", "verify": []}',
+            '{"kind": "forespark-latency-table", "version": 2, "interpolation": "linear", "verify": []}',
             "no entries",
         ),
     ],

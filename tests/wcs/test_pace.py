@@ -19,8 +19,7 @@ def test_nothing_is_concluded_from_little() -> None:
     pace = Pace(TABLE)
     assert pace.table is TABLE
     for _ in range(4):
-        pace.saw("draft", 9.0, 1.0)
-        pace.saw("verify", 1.0, 1.0)
+        pace.saw(draft=(9.0, 1.0), verify=(1.0, 1.0))
     assert pace.factor == 1.0 and pace.table is TABLE
 
 
@@ -28,8 +27,7 @@ def test_nothing_is_concluded_from_little() -> None:
 def test_only_the_ratio_of_the_two_counts(draft: float, verify: float, factor: float) -> None:
     pace = Pace(TABLE)
     for _ in range(40):
-        pace.saw("draft", draft * 0.3, 0.3)
-        pace.saw("verify", verify * 0.7, 0.7)
+        pace.saw(draft=(draft * 0.3, 0.3), verify=(verify * 0.7, 0.7))
     assert pace.factor == pytest.approx(factor, rel=0.06)
     assert pace.table.draft_seconds(2, 6) == pytest.approx(pace.factor * TABLE.draft_seconds(2, 6))
     assert pace.table.verify_seconds(2, 6) == TABLE.verify_seconds(2, 6)
@@ -39,10 +37,19 @@ def test_only_the_ratio_of_the_two_counts(draft: float, verify: float, factor: f
 def test_one_stalled_step_changes_little() -> None:
     pace = Pace(TABLE)
     for _ in range(60):
-        pace.saw("draft", 1.0, 1.0)
-        pace.saw("verify", 1.0, 1.0)
-    pace.saw("verify", 1000.0, 1.0)
+        pace.saw(draft=(1.0, 1.0), verify=(1.0, 1.0))
+    pace.saw(verify=(1000.0, 1.0))
     assert 0.9 <= pace.factor <= 1.1
+
+
+def test_a_few_slow_drafts_do_not_end_drafting_for_good() -> None:
+    pace = Pace(TABLE)
+    for _ in range(8):
+        pace.saw(draft=(50.0, 1.0), verify=(1.0, 1.0))
+    assert pace.factor == pytest.approx(3.0, rel=0.06), "no factor goes further"
+    for _ in range(200):
+        pace.saw(verify=(1.0, 1.0))
+    assert pace.factor == 1.0
 
 
 def test_drafting_that_takes_longer_than_its_price_is_drafted_less() -> None:

@@ -19,8 +19,6 @@ from trtllm_forespark.models.linear import GatedMLP, PackedLinear
 from trtllm_forespark.models.norm import RMSNorm, rms_norm
 from trtllm_forespark.models.transformer import Rope, rotate
 
-_MOST_TABULATED = 16384  # positions whose rotations are kept ready
-
 
 class Attend(Protocol):
     """Attention of one draft layer over the context and the block."""
@@ -231,8 +229,7 @@ class DFlash2(nn.Module):
         """Make the drafter ready to serve, for good: no gradient, packed weights, products that can be one made one."""
         self.to(device=device, dtype=dtype).eval().requires_grad_(False)
         config = self.config
-        positions = min(config.max_position, _MOST_TABULATED)
-        self.rope = Rope(rotary_frequencies(config).to(device), 1.0, positions, dtype)
+        self.rope = Rope(rotary_frequencies(config).to(device), dtype=dtype)
         attentions: list[DraftAttention] = [layer.self_attn for layer in self.layers]  # type: ignore[misc]
         weight = torch.cat([w for a in attentions for w in (a.k_proj.weight, a.v_proj.weight)])
         norm = torch.stack([a.k_norm.weight.expand(config.num_kv_heads, -1) for a in attentions])

@@ -38,4 +38,6 @@ class PostDraftEstimator(nn.Module):
         """hidden [..., H], predecessor embedding [..., r] -> logits [...]."""
         feature = self.selector_projection(hidden) * predecessor
         # One output: a product with a vector (a matrix product that narrow is slow), in float32.
-        return torch.cat([hidden, feature], dim=-1).float() @ self.output.weight[0].float() + self.output.bias.float()
+        with torch.autocast(hidden.device.type, enabled=False):
+            x = torch.cat([hidden, feature], dim=-1).float()
+            return x @ self.output.weight[0].float() + self.output.bias.float()

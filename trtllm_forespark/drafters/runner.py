@@ -15,7 +15,7 @@ from trtllm_forespark.models.attention import AttentionPlan
 from trtllm_forespark.models.kv import PagedKV
 from trtllm_forespark.models.linear import PackedLinear
 from trtllm_forespark.wcs.stages import Draft, Estimate
-from trtllm_forespark.wcs.survival import directional_to_survival, triangle_to_survival
+from trtllm_forespark.wcs.survival import directional_to_survival, sigmoid, triangle_to_survival
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class DFlash2Runner:
     def draft(
         self,
         context: DraftContext,
-        lengths: Sequence[int] | np.ndarray | torch.Tensor,
+        lengths: Sequence[int] | np.ndarray,
         page_table: np.ndarray,
         propose: Proposer,
     ) -> Draft:
@@ -151,7 +151,7 @@ class DFlash2Runner:
     def draft_with_logits(
         self,
         context: DraftContext,
-        lengths: Sequence[int] | np.ndarray | torch.Tensor,
+        lengths: Sequence[int] | np.ndarray,
         page_table: np.ndarray,
         propose: Proposer,
     ) -> tuple[Draft, torch.Tensor]:
@@ -196,7 +196,7 @@ class DFlash2Runner:
         reach = np.zeros(n, np.int64)
         reach[at.who] = np.logical_and.accumulate(drawn, axis=1).sum(axis=1)
         post[at.who[at.owner], at.position - 1] = raw.cpu().numpy()
-        conditional = 1 / (1 + np.exp(-post / self.calibration.temperature, dtype=np.float32))
+        conditional = sigmoid(post / self.calibration.temperature)
         survival = np.multiply.accumulate(conditional, axis=1) * (np.arange(block) < reach[:, None])
         kept = np.flatnonzero(at.position <= reach[at.who[at.owner]])
         if len(kept) < len(tokens):

@@ -7,7 +7,7 @@ beats reading the pages in place, which needs some twenty small operators a laye
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ class _Group:
     """m requests attended in one call, padded to `width` queries and `keys` keys each.
 
     queries: [m * width] token rows, None where they are all tokens in order. real: rows of the padded result that
-    belong to a token, None where all do. targets: the token rows they go to.
+    belong to a token, None where all do. targets: the token rows they go to, None where those are all in order.
     slots: [m, keys] where the keys lie. hidden: [m, width, keys] keys a query must not see.
     """
 
@@ -38,31 +38,31 @@ class _Group:
     targets: torch.Tensor | None
     slots: torch.Tensor
     hidden: torch.Tensor
-    rows: dict[int, torch.Tensor] = field(default_factory=dict)
-    masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    rows: torch.Tensor | None = None  # made at the first layer, as the mask
+    mask: torch.Tensor | None = None
 
 
 class AttentionPlan:
-    """Who sees which keys, for one packed batch. Shared by all layers of a step.
+    """Who sees which keys, for one packed batch; for all layers of one model in a step.
 
     cu_lengths: [n + 1] query tokens a request, cumulated. visible: [T] how many key positions of its request, from
     position 0, a query token sees (position + 1 for a causal target, the context length for a drafter, 0 for none).
     page_table: [n, max_pages] page ids in order of position; entries past a request's need are not read. own: [T] slots
     of the tokens' own keys, which their request's tokens see besides (with causal: those up to themselves); None where
-    a token's key lies in its pages. All on the host (NumPy, or tensors, which are copied to the host).
+    a token's key lies in its pages. All on the host.
     """
 
     def __init__(
         self,
-        cu_lengths: np.ndarray | torch.Tensor,
-        visible: np.ndarray | torch.Tensor,
-        page_table: np.ndarray | torch.Tensor,
+        cu_lengths: np.ndarray,
+        visible: np.ndarray,
+        page_table: np.ndarray,
         page_size: int,
         device: torch.device | str = "cpu",
         own: np.ndarray | None = None,
         causal: bool = False,
     ) -> None:
-        cu, seen, table = _host(cu_lengths), _host(visible), _host(page_table)
+        cu, seen, table = cu_lengths, visible, page_table
         self.page_size, self.device = page_size, torch.device(device)
         self.tokens = int(cu[-1])
         if seen.shape != (self.tokens,):
@@ -134,28 +134,24 @@ class AttentionPlan:
         else:
             out = torch.zeros_like(query, memory_format=torch.contiguous_format)
             for group in self.groups:
-                part = self._attend_group(group, query, kv, layer, scale)
-                out = part if group.targets is None else out.index_copy_(0, group.targets, part)
+                assert group.targets is not None  # only a group of all tokens has none
+                out.index_copy_(0, group.targets, self._attend_group(group, query, kv, layer, scale))
         return out if self._unseeing is None else out.index_fill_(0, self._unseeing, 0.0)
 
     def _attend_group(self, group: _Group, query: torch.Tensor, kv: PagedKV, layer: int, scale: float) -> torch.Tensor:
         heads, dim, kv_heads = query.shape[1], query.shape[2], kv.num_kv_heads
         m, width, shared = group.m, group.width, heads // kv_heads
         dtype = compute_dtype(query)
-        if kv_heads not in group.rows:
-            group.rows[kv_heads] = kv.rows_by_head(group.slots)
-        if (shared, dtype) not in group.masks:
+        if group.rows is None or group.mask is None:
+            group.rows = kv.rows_by_head(group.slots)
             mask = torch.zeros(group.hidden.shape, dtype=dtype, device=self.device)
             mask = mask.masked_fill_(group.hidden, max(_MASKED, torch.finfo(dtype).min))[:, None, :, None, :]
-            mask = mask.expand(m, 1, width, shared, group.keys).reshape(m, 1, width * shared, group.keys)
-            group.masks[shared, dtype] = mask
-        k, v = kv.gather(layer, group.rows[kv_heads], (m, kv_heads, group.keys))
+            group.mask = mask.expand(m, 1, width, shared, group.keys).reshape(m, 1, width * shared, group.keys)
+        k, v = kv.gather(layer, group.rows, (m, kv_heads, group.keys))
         q = query if group.queries is None else query.index_select(0, group.queries)
         # The query heads that share a key head lie one after the other in its rows.
         q = q.view(m, width, kv_heads, shared, dim).transpose(1, 2).reshape(m, kv_heads, width * shared, dim)
-        out = F.scaled_dot_product_attention(
-            q.to(dtype), k.to(dtype), v.to(dtype), group.masks[shared, dtype], scale=scale
-        )
+        out = F.scaled_dot_product_attention(q.to(dtype), k.to(dtype), v.to(dtype), group.mask, scale=scale)
         out = out.view(m, kv_heads, width, shared, dim).transpose(1, 2).reshape(m * width, heads, dim)
         return (out if group.real is None else out.index_select(0, group.real)).to(query.dtype)
 
@@ -184,7 +180,3 @@ def _partition(active: np.ndarray, lengths: np.ndarray, longest: np.ndarray) -> 
         else:
             groups.append(part)
     return [np.sort(who) for who in groups]
-
-
-def _host(array: np.ndarray | torch.Tensor) -> np.ndarray:
-    return array.cpu().numpy() if isinstance(array, torch.Tensor) else np.asarray(array)

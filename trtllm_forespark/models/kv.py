@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-DEFAULT_PAGE_SIZE = 64
-
 
 class PagedKV:
     """Keys and values [layers, pages, kv_heads, page_size, 2, head_dim], zero at the start.
@@ -54,11 +52,6 @@ class PagedKV:
     def bytes(self) -> int:
         """Bytes of all pages, keys and values, over all layers."""
         return self._data.numel() * self._data.element_size()
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page, keys and values, over all layers."""
-        return self.bytes // self.num_pages
 
     def rows(self, slots: torch.Tensor) -> torch.Tensor:
         """Rows [T * kv_heads] of a layer's flat storage that `slots` [T] occupy, slot by slot.

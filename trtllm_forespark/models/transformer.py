@@ -23,17 +23,13 @@ _MOST_TABULATED = 16384  # positions whose rotations are kept ready (4 MB in bfl
 class PackedBatch:
     """The tokens of a step, request i in rows `cu_lengths[i]:cu_lengths[i + 1]`.
 
-    On the device: token_ids, positions, slots [T] int64. On the host (NumPy): cu_lengths [n + 1], visible [T] (keys a
-    token sees: its position + 1), page_table [n, max_pages]. `plan` is shared by everything that attends to the
-    requests' own caches in this step.
+    On the device: token_ids, positions, slots [T] int64. On the host: cu_lengths [n + 1]. plan: who sees which keys.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     cu_lengths: np.ndarray
-    visible: np.ndarray
-    page_table: np.ndarray
     plan: AttentionPlan
 
     @property
@@ -71,8 +67,6 @@ class PackedBatch:
             positions=torch.from_numpy(where).to(device),
             slots=torch.from_numpy(slots).to(device),
             cu_lengths=cu,
-            visible=where + 1,
-            page_table=table,
             plan=AttentionPlan(cu, where + 1, table, page_size, device),
         )
 
@@ -90,14 +84,16 @@ class ForwardOutput:
 class Rope:
     """Rotary positions: cosines and sines of a step's tokens, made once and used by every layer."""
 
-    def __init__(
-        self, frequencies: torch.Tensor, factor: float = 1.0, positions: int = 0, dtype: torch.dtype = torch.float32
-    ) -> None:
-        """frequencies [dim / 2] float32. positions: how many to tabulate beforehand (0 for none; computed then)."""
+    def __init__(self, frequencies: torch.Tensor, factor: float = 1.0, dtype: torch.dtype = torch.float32) -> None:
+        """frequencies: [dim / 2] float32."""
         self.frequencies, self.factor, self.dtype = frequencies, factor, dtype
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
-        if positions:
-            self._table = self.tables(torch.arange(positions, device=frequencies.device))
+
+    def tabulate(self, positions: int) -> None:
+        """From now on no position >= ``positions`` will be asked for: keep all ready, unless that takes much memory."""
+        self._table = None
+        if positions <= _MOST_TABULATED:
+            self._table = self.tables(torch.arange(positions, device=self.frequencies.device))
 
     def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions [T] -> cos, sin [T, 1, dim]; the first half of sin is negated, as `rotate` needs it."""
@@ -138,12 +134,7 @@ class PackedTransformer:
         """Takes every tensor once from `weights`. Raises CheckpointError for a missing or misshaped one."""
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         frequencies, factor = rope_frequencies(config)
-        self.rope = Rope(
-            torch.tensor(frequencies, dtype=torch.float32, device=device),
-            factor,
-            config.max_position if config.max_position <= _MOST_TABULATED else 0,
-            dtype,
-        )
+        self.rope = Rope(torch.tensor(frequencies, dtype=torch.float32, device=device), factor, dtype)
         c, eps = config, config.rms_norm_eps
         self._eps, self._scale = eps, c.head_dim**-0.5
         q_rows, kv_rows = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from trtllm_forespark.files import write_text
+
 
 class Answer(NamedTuple):
     """Token ids of a templated prompt and of what the target wrote; whether it ended by itself."""
@@ -28,7 +30,8 @@ class AnswerLog:
         self.path, self.made = path, made
         self.prompts = list(prompts)
         self.done: dict[int, Answer] = {}
-        for line in path.read_text().splitlines() if path.exists() else ():
+        text = path.read_text() if path.exists() else ""
+        for line in text.splitlines():
             try:
                 row = json.loads(line)
                 index, key = row["index"], row["key"]
@@ -37,6 +40,8 @@ class AnswerLog:
                 continue
             if index < len(self.prompts) and key == self._key(index):
                 self.done[index] = answer
+        if text and not text.endswith("\n"):  # what comes next must not be glued to half a line
+            write_text(path, text[: text.rfind("\n") + 1])
 
     def todo(self) -> list[tuple[int, str]]:
         """Numbers and texts of the prompts that lack an answer."""

@@ -75,7 +75,9 @@ class Replay:
                 self.page_table[i, :count] = np.arange(first, first + count)
                 positions = torch.arange(len(text.tokens))
                 slots = torch.from_numpy(self.page_table[i])[positions // page] * page + positions % page
-                self.context.append(runner.extend(text.features, positions, slots))
+                device = runner.embedding.device
+                moved = (t.to(device) for t in (text.features, positions, slots))
+                self.context.append(runner.extend(*moved))
                 first += count
 
     @torch.inference_mode()
@@ -94,8 +96,8 @@ class Replay:
             features = torch.stack([self.context[i][a - 1] for i, a in zip(active, at, strict=True)])
             lengths = np.full(len(active), length)
             draft, post = self.runner.draft_with_logits(context, lengths, self.page_table[active], greedy_choice)
-            pre = self.runner.estimate_logits(torch.from_numpy(newest), features)
-            tokens = draft.token_ids.view(len(active), length).numpy()
+            pre = self.runner.estimate_logits(torch.from_numpy(newest).to(features.device), features)
+            tokens = draft.token_ids.view(len(active), length).cpu().numpy()
             labelled = np.array(
                 [min(length, len(self.texts[i].tokens) - 1 - a) for i, a in zip(active, at, strict=True)]
             )

@@ -32,12 +32,11 @@ class WcsController:
     nothing, so draft nothing then.
 
     adapt: correct both estimates by what is accepted (`Correction`) and the table by what steps take (`Pace`); and
-    where no draft has paid for some steps, pass
-    over the estimate of the next few (2, 4, … 16) unless requests end meanwhile, so that a load at which speculation
-    does not pay costs next to nothing.
+    where no draft has paid for some steps, pass over the estimate of the next few (2, 4, … 16) unless the batch gets
+    smaller meanwhile, so that a load at which speculation does not pay costs next to nothing.
 
     State: the previous step's post-draft survival of each live request, a decaying mean of it, the two corrections,
-    and how long no draft has paid. Not thread-safe.
+    the pace, and how long no draft has paid. Not thread-safe.
     """
 
     def __init__(
@@ -74,8 +73,9 @@ class WcsController:
 
     def rests(self, n: int) -> bool:
         """Whether this step of n decoding requests is passed over: no estimate, and `nothing` for a plan. Ask once."""
-        if self._left == 0 or n < self._load:
-            self._left = 0
+        if n < self._load:
+            self._idle = self._left = self._load = 0
+        if self._left == 0:
             return False
         self._left -= 1
         return True
@@ -89,6 +89,8 @@ class WcsController:
         if not self._adapt or not self.policy.needs_estimate or n == 0:
             return
         self._idle = 0 if drafted else self._idle + 1
+        if not drafted:
+            self.before.fade()
         if self._idle >= _PATIENCE:
             self._left, self._load = min(2 ** (self._idle - _PATIENCE + 1), _LONGEST_REST), n
 
@@ -109,7 +111,8 @@ class WcsController:
         """
         step = self.before_draft(keys, estimate, limits, num_tokens)
         totals, lengths = self.policy.plan(step)
-        self._look_back(len(keys), bool(lengths.any()))
+        if step.limits.any():
+            self._look_back(len(keys), bool(lengths.any()))
         return Plan(
             draft_lengths=lengths,
             budget=_least(totals.budget, int(lengths.sum()), max_budget),
@@ -211,10 +214,11 @@ class WcsController:
             return  # with prefill in the step the table only extrapolates
         prices = self.pace.measured.prices(n, self.block, num_tokens)
         drafting, total = int(np.count_nonzero(lengths)), int(lengths.sum())
+        verified = num_tokens + int(np.asarray(selection.verified_lengths).sum())
+        times = {"verify": (verify, float(prices.verify_at(verified)))}
         if drafting:
-            self.pace.saw("draft", draft, float(prices.draft_at(drafting, total + drafting)))
-        budget = int(np.asarray(selection.verified_lengths).sum())
-        self.pace.saw("verify", verify, float(prices.verify_at(num_tokens + budget)))
+            times["draft"] = draft, float(prices.draft_at(drafting, total + drafting))
+        self.pace.saw(**times)
 
     def forget(self, key: Key) -> None:
         """A request ended or was preempted. A key of an old generation forgets nothing."""

@@ -7,14 +7,15 @@ import numpy.typing as npt
 
 from trtllm_forespark.wcs.survival import FloatArray
 
-#: How much a fresh correction trusts the calibration, in accepted tokens; and what one draft leaves of older evidence.
-_PRIOR, _KEEP = 40.0, 1 - 1 / 400
+#: How much a fresh correction trusts the calibration, in accepted tokens; what one draft leaves of older evidence, and
+#: what a step that tries nothing leaves of log c.
+_PRIOR, _KEEP, _FADE = 40.0, 1 - 1 / 400, 0.97
 #: Limits of log c.
 _LOWEST, _HIGHEST = -0.7, 0.3
 
 
 class Correction:
-    """One factor c on every conditional acceptance: survival S_j of position j becomes S_j c^j.
+    """One factor c on every conditional acceptance: survival S_j of position j becomes S_j c^j where c <= 1.
 
     log c follows the accepted tokens by Newton steps on (accepted - expected), older evidence fading. It depends on
     past steps alone, so it cannot break non-anticipation (docs/lossless.md, rule 1).
@@ -31,12 +32,20 @@ class Correction:
         return float(np.exp(self._log))
 
     def apply(self, survival: FloatArray) -> npt.NDArray[np.float32]:
-        """survival [..., K] -> corrected, at most 1."""
+        """survival [..., K] -> corrected; conditional acceptance stays within 1."""
         survival = np.asarray(survival, dtype=np.float32)
         if self._log == 0.0:
             return survival
-        powers = np.exp(self._log * self._positions).astype(np.float32)
-        return np.minimum(survival * powers, np.float32(1))
+        if self._log < 0.0:
+            return survival * np.exp(self._log * self._positions).astype(np.float32)
+        conditional = survival.copy()
+        conditional[..., 1:] /= np.maximum(survival[..., :-1], np.float32(1e-12))
+        conditional *= np.float32(self.factor)
+        return np.multiply.accumulate(np.minimum(conditional, np.float32(1)), axis=-1)
+
+    def fade(self) -> None:
+        """A step in which nothing was tried: what was learnt counts a little less, or nothing would be tried again."""
+        self._log *= _FADE
 
     def learn(self, expected: FloatArray, accepted: float) -> None:
         """expected: [m, K], corrected survival of the positions of m drafts, 0 elsewhere; accepted: tokens in all."""

@@ -23,7 +23,7 @@ import numpy.typing as npt
 Interpolation = Literal["staircase", "linear"]
 Array = npt.NDArray[Any]
 
-VERSION = 1
+VERSION = 2  # 1: T_draft without the estimate
 _KIND = "forespark-latency-table"
 _IDENTITY = ("device", "model", "drafter", "dtype")
 

@@ -6,8 +6,9 @@ import math
 
 from trtllm_forespark.wcs.latency import LatencyTable
 
-#: What a step leaves of older evidence; the steps of both kinds before anything is concluded; how far a factor may go.
-_KEEP, _ENOUGH, _FURTHEST = 0.95, 5.0, 3.0
+#: What a step leaves of older evidence of what it did, and of what it did not do; the weight from which anything is
+#: concluded; how far a factor may go.
+_KEEP, _FADE, _ENOUGH, _FURTHEST = 0.95, 0.99, 5.0, 3.0
 #: Factors are powers of this, so that few tables are ever made.
 _STEP = 1.1
 
@@ -23,13 +24,18 @@ class Pace:
         self._tables: dict[int, LatencyTable] = {0: table}
         self._ratios = {"draft": [0.0, 0.0], "verify": [0.0, 0.0]}  # decayed sums: measured / expected, weights
 
-    def saw(self, kind: str, seconds: float, expected: float) -> None:
-        """A draft or verification took ``seconds`` where the table, unscaled, says ``expected``."""
-        if seconds > 0 and expected > 0:
-            sums = self._ratios[kind]
+    def saw(self, **times: tuple[float, float]) -> None:
+        """One step's draft= and verify=, each (seconds it took, seconds the table, unscaled, says).
+
+        What a step did not do fades slowly, so that a few slow drafts cannot end drafting for good.
+        """
+        for kind, sums in self._ratios.items():
+            seconds, expected = times.get(kind, (0.0, 0.0))
+            known = seconds > 0 and expected > 0
+            keep = _KEEP if known else _FADE
             # One stalled step must not count for twenty: no ratio beyond what could be concluded.
-            ratio = min(max(seconds / expected, 1 / _FURTHEST), _FURTHEST)
-            sums[0], sums[1] = _KEEP * sums[0] + math.log(ratio), _KEEP * sums[1] + 1.0
+            ratio = min(max(seconds / expected, 1 / _FURTHEST), _FURTHEST) if known else 1.0
+            sums[0], sums[1] = keep * sums[0] + math.log(ratio), keep * sums[1] + known
 
     @property
     def factor(self) -> float:
@@ -48,4 +54,5 @@ class Pace:
         draft, verify = self._ratios["draft"], self._ratios["verify"]
         if min(draft[1], verify[1]) < _ENOUGH:
             return 0
-        return round((draft[0] / draft[1] - verify[0] / verify[1]) / math.log(_STEP))
+        ratio = draft[0] / draft[1] - verify[0] / verify[1]
+        return round(min(max(ratio, -math.log(_FURTHEST)), math.log(_FURTHEST)) / math.log(_STEP))

@@ -196,9 +196,9 @@ class WorkConserving(Policy):
     def plan(self, step: BeforeDraft) -> tuple[Totals, npt.NDArray[np.int64]]:
         survival = self.curves(step)
         n, block = survival.shape[:2]
-        if step.table is None or n * block > schedule.EXACT_SLOTS:
+        if not schedule.is_small(n, block, self.floor):
             return super().plan(step)
-        # A small batch's totals come from its lengths: no need to find them again.
+        assert step.table is not None
         both = schedule.joint_schedule(
             step.ops.rewards(survival),
             survival,

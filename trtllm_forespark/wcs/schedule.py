@@ -96,10 +96,10 @@ def joint_schedule(
     rewards = limited(np.asarray(rewards, dtype=np.float32), limits)
     prices = table.prices(n, block, num_tokens)
     step = Step(n, block, num_tokens, prices, survival, pieces)
-    if floor <= 0 and n * block > EXACT_SLOTS:
-        lengths = _largest_that_fit(step, rewards)
-    else:
+    if is_small(n, block, floor):
         lengths = _every_total(step, rewards, forced_lengths(rewards, limits, floor))
+    else:
+        lengths = _largest_that_fit(step, rewards)
     total = int(np.add.reduce(lengths))
     if pieces == "paper":
         drafting, pool = int(np.count_nonzero(lengths)), _below(scores(rewards), lengths)
@@ -128,7 +128,7 @@ def decide(
     (`adaptive_budget` on those rows). For small ones it is `joint_schedule`, and needs `survival`.
     """
     n, block = rewards.shape[0], rewards.shape[1] - 1
-    if floor > 0 or n * block <= EXACT_SLOTS:
+    if is_small(n, block, floor):
         if survival is None:
             raise ValueError("small batches and floors are priced by survival: pass it to decide()")
         return joint_schedule(rewards, survival, num_tokens, table, limits=limits, floor=floor, pieces=pieces).totals
@@ -136,6 +136,11 @@ def decide(
     step = Step(n, block, num_tokens, table.prices(n, block, num_tokens), rewards, pieces)
     _, _, choice = _best_pair(step, rewards)
     return choice
+
+
+def is_small(n: int, block: int, floor: int = 0) -> bool:
+    """Whether every total is a candidate, so that totals come with their lengths; else one for each pair of buckets."""
+    return floor > 0 or n * block <= EXACT_SLOTS
 
 
 def split(score: FloatArray, total: int, pieces: Pieces = "whole") -> Lengths:

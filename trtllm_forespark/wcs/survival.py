@@ -30,7 +30,7 @@ def triangle_to_survival(
         raise ValueError(f"logits of shape {logits.shape} are not [n, K(K+1)/2] for any K >= 1")
     rows, columns = np.tril_indices(block)
     acceptance = np.zeros((len(logits), block, block), dtype=np.float32)
-    acceptance[:, rows, columns] = _sigmoid(logits * np.asarray(scale, np.float32) + np.asarray(bias, np.float32))
+    acceptance[:, rows, columns] = sigmoid(logits * np.asarray(scale, np.float32) + np.asarray(bias, np.float32))
     # Entries past the diagonal are 0, so the running product of row d is 0 after its d-th entry.
     return np.multiply.accumulate(acceptance, axis=2)
 
@@ -45,7 +45,7 @@ def directional_to_survival(
     logits = np.asarray(logits, dtype=np.float32)
     if logits.ndim != 2 or logits.shape[1] == 0:
         raise ValueError(f"logits of shape {logits.shape} are not [n, K] with K >= 1")
-    acceptance = _sigmoid(logits * np.asarray(scale, np.float32) + np.asarray(bias, np.float32))
+    acceptance = sigmoid(logits * np.asarray(scale, np.float32) + np.asarray(bias, np.float32))
     return prefix_survival(np.multiply.accumulate(acceptance, axis=1))
 
 
@@ -67,6 +67,6 @@ def rewards(survival: FloatArray) -> npt.NDArray[np.float32]:
     return out
 
 
-def _sigmoid(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    # tanh neither overflows nor warns, whatever the logit.
+def sigmoid(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Logistic function; tanh neither overflows nor warns, whatever the logit."""
     return np.float32(0.5) * (np.tanh(np.float32(0.5) * x) + np.float32(1))
