@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from trtllm_forespark.wcs import schedule
 from trtllm_forespark.wcs.envelope import limited
+from trtllm_forespark.wcs.floor import beyond, forced_lengths
 from trtllm_forespark.wcs.latency import LatencyTable
 from trtllm_forespark.wcs.ops import Ops
 from trtllm_forespark.wcs.oracle import exhaustive
@@ -214,8 +215,8 @@ class WorkConserving(Policy):
         rewards = step.ops.rewards(self.curves(step))
         if self.floor == 0:
             return step.ops.split(step.ops.scores(rewards, step.limits), totals.total, self.pieces)
-        forced = schedule.forced_lengths(rewards, step.limits, self.floor)
-        score = step.ops.scores(schedule.beyond(limited(rewards, step.limits), forced), step.limits - forced)
+        forced = forced_lengths(rewards, step.limits, self.floor)
+        score = step.ops.scores(beyond(limited(rewards, step.limits), forced), step.limits - forced)
         return forced + step.ops.split(score, totals.total - int(forced.sum()), self.pieces)
 
     def forecast(self, step: BeforeDraft, lengths: npt.NDArray[np.int64]) -> Array | None:

@@ -21,7 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trtllm_forespark.wcs.envelope import limited, pooled_scores, scores
-from trtllm_forespark.wcs.latency import LatencyTable, Prices
+from trtllm_forespark.wcs.floor import beyond, forced_lengths
+from trtllm_forespark.wcs.latency import LatencyTable
+from trtllm_forespark.wcs.prices import Prices
 from trtllm_forespark.wcs.survival import FloatArray
 
 Pieces = Literal["whole", "paper"]
@@ -350,26 +352,6 @@ def _cut(above: Any, tied: Any, total: int, pieces: Pieces) -> Lengths:
     else:
         above += np.minimum(np.maximum(room - upto + tied, 0), tied)
     return above  # type: ignore[no-any-return]
-
-
-def forced_lengths(rewards: npt.NDArray[np.float32], limits: Ints | None, floor: int) -> Lengths:
-    """Lengths a floor forces: not past the limit, and nothing where no length has any reward."""
-    block = rewards.shape[1] - 1
-    forced = np.full(len(rewards), min(max(floor, 0), block), dtype=np.int64)
-    if limits is not None:
-        forced = np.minimum(forced, np.maximum(limits, 0))
-    return np.where(np.isfinite(rewards).all(axis=1) & (rewards > 0).any(axis=1), forced, 0)
-
-
-def beyond(rewards: npt.NDArray[np.float32], forced: Lengths) -> npt.NDArray[np.float32]:
-    """Reward curves that start at the forced lengths: R_i(forced_i + d) - R_i(forced_i), 0 past K."""
-    if not forced.any():
-        return rewards
-    block = rewards.shape[1] - 1
-    ahead = np.arange(block + 1) + forced[:, None]
-    shifted = np.take_along_axis(rewards, np.minimum(ahead, block), axis=1)
-    shifted = shifted - np.take_along_axis(rewards, forced[:, None], axis=1)
-    return np.where(ahead <= block, shifted, np.float32(0))
 
 
 def _every_total(step: Step, rewards: npt.NDArray[np.float32], forced: Lengths) -> Lengths:
