@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-_FEW = 16 * 1024  # elements up to which the number of operators matters more than what they do
+_FEW = 64 * 1024  # elements up to which the number of operators matters more than what they do
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -13,13 +13,13 @@ from trtllm_forespark.wcs.latency import LatencyTable
 from trtllm_forespark.wcs.ops import NumpyOps, Ops
 from trtllm_forespark.wcs.pace import Pace
 from trtllm_forespark.wcs.policies import BeforeDraft, Policy
-from trtllm_forespark.wcs.schedule import Totals, adaptive_budget
+from trtllm_forespark.wcs.schedule import NOTHING, Totals, adaptive_budget
 from trtllm_forespark.wcs.stages import Draft, Estimate, Outcome, Plan, Selection
 
 #: (request, generation). A request that is preempted and comes back has a new, higher generation.
 Key = tuple[Hashable, int]
 #: After this many steps in a row at which no draft paid, steps are passed over; so many at most before the next look.
-_PATIENCE, _LONGEST_REST = 4, 16
+_PATIENCE, _LONGEST_REST = 3, 32
 #: How fast the mean of post-draft survival follows the last steps.
 _FOLLOW = 0.1
 
@@ -32,8 +32,8 @@ class WcsController:
     nothing, so draft nothing then.
 
     adapt: correct both estimates by what is accepted (`Correction`) and the table by what steps take (`Pace`); and
-    where no draft has paid for some steps, pass over the estimate of the next few (2, 4, … 16) unless the batch gets
-    smaller meanwhile, so that a load at which speculation does not pay costs next to nothing.
+    where no draft has paid for some steps, pass over the estimate of the next few (2, 4, … 32) unless a quarter of
+    the batch goes meanwhile, so that a load at which speculation does not pay costs next to nothing.
 
     State: the previous step's post-draft survival of each live request, a decaying mean of it, the two corrections,
     the pace, and how long no draft has paid. Not thread-safe.
@@ -64,7 +64,7 @@ class WcsController:
         self._seen = np.zeros(block, dtype=bool)
         self._adapt = adapt
         self.before, self.after = Correction(block), Correction(block)  # of pre-draft and post-draft survival
-        self._idle, self._left, self._load = 0, 0, 0
+        self._idle, self._left, self._load, self._rested = 0, 0, 0, False
 
     @property
     def table(self) -> LatencyTable | None:
@@ -73,11 +73,12 @@ class WcsController:
 
     def rests(self, n: int) -> bool:
         """Whether this step of n decoding requests is passed over: no estimate, and `nothing` for a plan. Ask once."""
-        if n < self._load:
+        if 4 * n <= 3 * self._load:
             self._idle = self._left = self._load = 0
         if self._left == 0:
             return False
         self._left -= 1
+        self._rested = True
         return True
 
     def nothing(self, n: int) -> Plan:
@@ -88,7 +89,7 @@ class WcsController:
         # Each look that finds nothing again doubles the rest before the next.
         if not self._adapt or not self.policy.needs_estimate or n == 0:
             return
-        self._idle = 0 if drafted else self._idle + 1
+        self._idle = self._idle // 2 if drafted else self._idle + 1
         if not drafted:
             self.before.fade()
         if self._idle >= _PATIENCE:
@@ -111,6 +112,8 @@ class WcsController:
         """
         step = self.before_draft(keys, estimate, limits, num_tokens)
         totals, lengths = self.policy.plan(step)
+        if lengths.any() and self._plain_is_better(step, totals):
+            totals, lengths = NOTHING, np.zeros_like(lengths)
         if step.limits.any():
             self._look_back(len(keys), bool(lengths.any()))
         return Plan(
@@ -122,6 +125,14 @@ class WcsController:
             forecast=self.policy.forecast(step, lengths),
             max_budget=max_budget,
         )
+
+    def _plain_is_better(self, step: BeforeDraft, totals: Totals) -> bool:
+        # By this run's own pace; never against a floor of draft tokens.
+        if not self._adapt or self.pace is None or not self.policy.needs_estimate or getattr(self.policy, "floor", 0):
+            return False
+        n = len(step.limits)
+        plain = float(self.pace.measured.prices(n, self.block, step.num_tokens).verify_at(step.num_tokens))
+        return self.pace.wants_plain or totals.goodput * plain * self.pace.plain_factor <= n
 
     def totals(self, keys: Sequence[Key], estimate: Estimate | None, limits: Any, num_tokens: int) -> Totals:
         """The host's half of `plan`: (D, B) of the batch, from whatever estimates it has."""
@@ -215,9 +226,11 @@ class WcsController:
         prices = self.pace.measured.prices(n, self.block, num_tokens)
         drafting, total = int(np.count_nonzero(lengths)), int(lengths.sum())
         verified = num_tokens + int(np.asarray(selection.verified_lengths).sum())
-        times = {"verify": (verify, float(prices.verify_at(verified)))}
-        if drafting:
+        times = {"verify" if verified > num_tokens else "plain": (verify, float(prices.verify_at(verified)))}
+        if drafting and not self._rested:  # after a rest the drafter first catches up
             times["draft"] = draft, float(prices.draft_at(drafting, total + drafting))
+        if drafting:
+            self._rested = False
         self.pace.saw(**times)
 
     def forget(self, key: Key) -> None:
