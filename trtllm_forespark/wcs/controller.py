@@ -20,6 +20,8 @@ from trtllm_forespark.wcs.stages import Draft, Estimate, Outcome, Plan, Selectio
 Key = tuple[Hashable, int]
 #: After this many steps in a row at which no draft paid, steps are passed over; so many at most before the next look.
 _PATIENCE, _LONGEST_REST = 3, 32
+#: A plain step must be better by this much to be preferred: its cost is known from few of them.
+_MARGIN = 1.04
 #: How fast the mean of post-draft survival follows the last steps.
 _FOLLOW = 0.1
 
@@ -132,7 +134,7 @@ class WcsController:
             return False
         n = len(step.limits)
         plain = float(self.pace.measured.prices(n, self.block, step.num_tokens).verify_at(step.num_tokens))
-        return self.pace.wants_plain or totals.goodput * plain * self.pace.plain_factor <= n
+        return self.pace.wants_plain or totals.goodput * plain * self.pace.plain_factor * _MARGIN <= n
 
     def totals(self, keys: Sequence[Key], estimate: Estimate | None, limits: Any, num_tokens: int) -> Totals:
         """The host's half of `plan`: (D, B) of the batch, from whatever estimates it has."""
