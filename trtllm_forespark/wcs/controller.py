@@ -130,7 +130,12 @@ class WcsController:
 
     def _plain_is_better(self, step: BeforeDraft, totals: Totals) -> bool:
         # By this run's own pace; never against a floor of draft tokens.
-        if not self._adapt or self.pace is None or not self.policy.needs_estimate or getattr(self.policy, "floor", 0):
+        if (
+            not self._adapt
+            or self.pace is None
+            or not self.policy.needs_estimate
+            or bool(getattr(self.policy, "floor", 0))
+        ):
             return False
         n = len(step.limits)
         plain = float(self.pace.measured.prices(n, self.block, step.num_tokens).verify_at(step.num_tokens))
