@@ -21,10 +21,12 @@ class Probe:
 
     def __init__(self, backend: TorchBackend, context: int = 160, max_requests: int = 64) -> None:
         self.backend, self.context = backend, context
-        if context + 32 > backend.max_seq_len:
+        assert backend.spec is not None
+        longest = context + backend.spec.block + 1
+        if longest > backend.max_seq_len:
             raise ValueError(f"a context of {context} tokens leaves no room to decode within {backend.max_seq_len}")
         page = backend.page_size
-        self.pages = -(-(context + 32) // page)
+        self.pages = -(-longest // page)
         self.max_requests = min(max_requests, backend.num_pages // self.pages)
         if self.max_requests < 1:
             raise ValueError(f"the KV cache of {backend.num_pages} pages cannot hold one request of {context} tokens")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
+USUAL_CONTEXT = 160
 USUAL_REQUESTS = 32
 """Tables reach at least this many requests, whatever the engine they are measured in admits."""
 
@@ -115,14 +116,18 @@ def measure(
     llm: LLM,
     say: Say,
     timings: int = 9,
-    context: int = 160,
+    context: int | None = None,
     max_requests: int | None = None,
     log: Path | None = None,
 ) -> LatencyTable:
-    """Time the target and the drafter over a grid of batch sizes and lengths (appendix B). log: see `Timings`."""
+    """Time the target and the drafter over a grid of batch sizes and lengths (appendix B).
+
+    context: tokens every request has (None: 160, or what the engine's limit leaves). log: see `Timings`.
+    """
     spec = llm.backend.spec
     if spec is None:
         raise ValueError("latency tables need a drafter; give drafter=…")
+    context = context or max(2, min(USUAL_CONTEXT, llm.max_seq_len - spec.block - 1))
     probe = Probe(llm.backend, context, max_requests or USUAL_REQUESTS)
     sizes = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n <= probe.max_requests]
     lengths = [d for d in (1, 2, 3, 5, 7, 10, 15, 23, 31) if d <= spec.block]

@@ -202,7 +202,12 @@ def add_commands(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> 
     made = add(commands, "profile", profile, "measure the latency table of this machine", json_too=False)
     made.add_argument("--output", default=None, help="default: the cache")
     made.add_argument("--timings", type=int, default=30, help="passes an entry (default: %(default)s)")
-    made.add_argument("--context", type=int, default=160, help="tokens of context of every request")
+    made.add_argument(
+        "--context",
+        type=int,
+        default=None,
+        help="tokens of context of every request (default: 160)",
+    )
     made.add_argument("--requests", type=int, default=32, help="largest batch (default: %(default)s)")
     made.add_argument("--caps", action="store_true", help="also find the batch-wise caps (every cap at every load)")
     add_engine_arguments(made, policy=False)

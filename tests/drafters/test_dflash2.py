@@ -38,14 +38,19 @@ CONFIG = DFlash2Config(
 PAGE = 16
 
 
-def make_runner(config: DFlash2Config = CONFIG, seed: int = 0) -> DFlash2Runner:
+def random_drafter(config: DFlash2Config, std: float = 0.3, seed: int = 0) -> DFlash2:
     torch.manual_seed(seed)
     model = DFlash2(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(std=0.3)
+                parameter.normal_(std=std)
         model.d2t.copy_(torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values)
+    return model
+
+
+def make_runner(config: DFlash2Config = CONFIG, seed: int = 0) -> DFlash2Runner:
+    model = random_drafter(config, seed=seed)
     embedding, head = torch.randn(config.vocab_size, 32), torch.randn(config.vocab_size, 32)
     calibration = Calibration.identity(config.block, config.estimator_outputs)
     return DFlash2Runner(model, calibration, embedding, head, num_pages=24, page_size=PAGE, dtype=torch.float32)

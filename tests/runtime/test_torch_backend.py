@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from trtllm_forespark.drafters.calibration import Calibration
-from trtllm_forespark.drafters.dflash2 import DFlash2
 from trtllm_forespark.models.loaders import open_checkpoint
 from trtllm_forespark.models.transformer import PackedTransformer
 from trtllm_forespark.runtime.backends.base import DraftBatch, TargetBatch
 from trtllm_forespark.runtime.backends.torch_backend import TorchBackend
 from trtllm_forespark.training.replay import greedy_choice
 
-from ..drafters.test_dflash2 import CONFIG
+from ..drafters.test_dflash2 import CONFIG, random_drafter
 from ..models.tiny import BASE, reference, save
 
 PAGE = 16
@@ -39,13 +38,7 @@ def target(tmp_path_factory) -> PackedTransformer:
 
 
 def make(target: PackedTransformer) -> TorchBackend:
-    torch.manual_seed(0)
-    model = DFlash2(SHAPE)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.2)
-        model.d2t.copy_(torch.randperm(SHAPE.vocab_size)[: SHAPE.draft_vocab_size].sort().values)
+    model = random_drafter(SHAPE, std=0.2)
     calibration = Calibration.identity(SHAPE.block, SHAPE.estimator_outputs)
     return TorchBackend(target, (model, calibration), max_batch_size=4, max_seq_len=64, num_pages=8, page_size=PAGE)
 

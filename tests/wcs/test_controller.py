@@ -231,3 +231,23 @@ def test_a_step_without_room_for_drafts_is_no_reason_to_rest() -> None:
         assert not controller.rests(2)
         controller.plan([(0, 0), (1, 0)], estimate, [0, 0], 40)
     assert controller.plan([(0, 0), (1, 0)], estimate, [K, K], 2).draft_lengths.any()
+
+
+def test_a_step_made_to_know_the_cost_of_plain_steps_is_no_reason_to_rest() -> None:
+    survival = prefix_survival(np.full((2, K), [0.9, 0.8, 0.7, 0.6]))
+    estimate, keys = Estimate(survival, np.ones(2, bool)), [(0, 0), (1, 0)]
+    controller, seen = WcsController(make_policy("wcs"), TABLE, K), ""
+    for _ in range(120):
+        assert not controller.rests(2), "drafting pays all the time"
+        plan = controller.plan(keys, estimate, [K, K], 2)
+        seen += "d" if plan.draft_lengths.any() else "-"
+        verified = 2 + int(plan.draft_lengths.sum())
+        drafting = int((plan.draft_lengths > 0).sum())
+        draft = float(TABLE.draft_seconds(drafting, verified - 2 + drafting))
+        controller.timed(plan, Selection(plan.draft_lengths), 2, draft, float(TABLE.verify_seconds(2, verified)))
+    assert 2 <= seen.count("-") <= 6 and "--" not in seen
+    floored = WcsController(make_policy("wcs", floor=1), TABLE, K)
+    for _ in range(40):
+        plan = floored.plan(keys, estimate, [K, K], 2)
+        assert (plan.draft_lengths >= 1).all()
+        floored.timed(plan, Selection(plan.draft_lengths), 2, 1.0, 1.0)

@@ -114,9 +114,10 @@ class WcsController:
         """
         step = self.before_draft(keys, estimate, limits, num_tokens)
         totals, lengths = self.policy.plan(step)
-        if lengths.any() and self._plain_is_better(step, totals):
+        tries_plain = self._plain_counts and self.pace is not None and self.pace.wants_plain
+        if lengths.any() and (tries_plain or self._plain_is_better(step, totals)):
             totals, lengths = NOTHING, np.zeros_like(lengths)
-        if step.limits.any():
+        if step.limits.any() and not tries_plain:
             self._look_back(len(keys), bool(lengths.any()))
         return Plan(
             draft_lengths=lengths,
@@ -128,18 +129,17 @@ class WcsController:
             max_budget=max_budget,
         )
 
+    @property
+    def _plain_counts(self) -> bool:
+        # Whether steps without drafts are compared with what was planned; never against a floor of draft tokens.
+        return self._adapt and self.pace is not None and self.policy.needs_estimate and not self.policy.floor
+
     def _plain_is_better(self, step: BeforeDraft, totals: Totals) -> bool:
-        # By this run's own pace; never against a floor of draft tokens.
-        if (
-            not self._adapt
-            or self.pace is None
-            or not self.policy.needs_estimate
-            or bool(getattr(self.policy, "floor", 0))
-        ):
+        if not self._plain_counts or self.pace is None:
             return False
         n = len(step.limits)
         plain = float(self.pace.measured.prices(n, self.block, step.num_tokens).verify_at(step.num_tokens))
-        return self.pace.wants_plain or totals.goodput * plain * self.pace.plain_factor * _MARGIN <= n
+        return totals.goodput * plain * self.pace.plain_factor * _MARGIN <= n
 
     def totals(self, keys: Sequence[Key], estimate: Estimate | None, limits: Any, num_tokens: int) -> Totals:
         """The host's half of `plan`: (D, B) of the batch, from whatever estimates it has."""

@@ -17,9 +17,9 @@ verifies only what its bucket has free, `batchwise` where its calibration found 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ from trtllm_forespark.wcs.schedule import NOTHING, Pieces, Totals
 from trtllm_forespark.wcs.survival import prefix_survival
 
 Array = Any
+Decided = TypeVar("Decided")
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class Policy:
     needs_drafter = True
     #: Prices what it does by a latency table.
     needs_table = False
+    #: Draft tokens every request gets at least.
+    floor = 0
     #: Where a whole batch is greedy, B may come from fresh post-draft survival (docs/lossless.md, rule 1).
     fresh_when_greedy = False
 
@@ -182,25 +185,18 @@ class WorkConserving(Policy):
         return step.survival
 
     def totals(self, step: BeforeDraft) -> Totals:
-        assert step.table is not None
-        survival = self.curves(step)
-        return schedule.decide(
-            step.ops.rewards(survival),
-            survival,
-            step.num_tokens,
-            step.table,
-            limits=step.limits,
-            floor=self.floor,
-            pieces=self.pieces,
-        )
+        return self._by(schedule.decide, step)
 
     def plan(self, step: BeforeDraft) -> tuple[Totals, npt.NDArray[np.int64]]:
-        survival = self.curves(step)
-        n, block = survival.shape[:2]
-        if not schedule.is_small(n, block, self.floor):
+        if not schedule.is_small(len(step.limits), step.survival.shape[-1], self.floor):
             return super().plan(step)
-        assert step.table is not None
-        both = schedule.joint_schedule(
+        both = self._by(schedule.joint_schedule, step)
+        return both.totals, both.lengths
+
+    def _by(self, decide: Callable[..., Decided], step: BeforeDraft) -> Decided:
+        assert step.table is not None  # the controller sees to it, by needs_table
+        survival = self.curves(step)
+        return decide(
             step.ops.rewards(survival),
             survival,
             step.num_tokens,
@@ -209,7 +205,6 @@ class WorkConserving(Policy):
             floor=self.floor,
             pieces=self.pieces,
         )
-        return both.totals, both.lengths
 
     def split(self, step: BeforeDraft, totals: Totals) -> npt.NDArray[np.int64]:
         rewards = step.ops.rewards(self.curves(step))
