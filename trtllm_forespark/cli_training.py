@@ -7,7 +7,11 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trtllm_forespark.drafters.config import DFlash2Config
+    from trtllm_forespark.models.config import ModelConfig
 
 
 def distill(args: argparse.Namespace) -> int:
@@ -30,8 +34,7 @@ def train(args: argparse.Namespace) -> int:
     import torch
 
     from trtllm_forespark.cli import make_llm, say
-    from trtllm_forespark.drafters.checkpoint import save_drafter
-    from trtllm_forespark.drafters.config import DFlash2Config
+    from trtllm_forespark.drafters.checkpoint import load_drafter, save_drafter
     from trtllm_forespark.runtime.machine import choose_dtype
     from trtllm_forespark.runtime.writing import target_features
     from trtllm_forespark.training.distill import load_texts, write_features
@@ -41,31 +44,15 @@ def train(args: argparse.Namespace) -> int:
     llm = make_llm(args, policy="ar")
     target = llm.backend.target
     c = target.config
-    layers = args.capture or evenly_spaced(c.num_layers)
-    config = DFlash2Config(
-        hidden_size=c.hidden_size,
-        num_layers=args.layers,
-        num_heads=c.num_heads,
-        num_kv_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
-        intermediate_size=c.intermediate_size,
-        rms_norm_eps=c.rms_norm_eps,
-        rope_theta=c.rope_theta,
-        max_position=c.max_position,
-        vocab_size=c.vocab_size,
-        draft_vocab_size=min(args.draft_vocab, c.vocab_size),
-        block=args.block,
-        capture_layers=tuple(layers),
-        target_layers=c.num_layers,
-        causal=args.causal,
-        target=llm.config.model,
-    )
+    start = load_drafter(Path(args.init))[0] if args.init else None
+    config = start.config if start else new_config(args, c, llm.config.model)
+    layers = config.capture_layers
     output = Path(args.output)
     features = Path(args.features) if args.features else output / "features"
     texts = load_texts(Path(args.data), c.vocab_size)
     write_features(
         texts,
-        target_features(llm, config.capture_layers),
+        target_features(llm, layers),
         features,
         len(layers),
         c.hidden_size,
@@ -80,13 +67,15 @@ def train(args: argparse.Namespace) -> int:
         learning_rate=args.learning_rate,
         texts=args.texts,
         anchors=args.anchors,
+        lengths=args.lengths,
+        ce_share=0.0 if start else TrainSettings.ce_share,
         dtype="bfloat16" if llm.dtype is choose_dtype("auto", cpu) is torch.bfloat16 else "float32",
     )
     store = FeatureStore(features, len(layers), c.hidden_size)
     embedding, head, norm = (
         w.float().cpu() for w in (target.embedding_weight(), target.lm_head_weight(), target.final_norm_weight())
     )
-    trainer = Trainer(config, settings, store, embedding, head, norm, output)
+    trainer = Trainer(config, settings, store, embedding, head, norm, output, start)
     final = trainer.run(lambda line: say(json.dumps(line)))
     save_drafter(output, trainer.model)
     print(
@@ -94,6 +83,30 @@ def train(args: argparse.Namespace) -> int:
         f"now `forespark calibrate --drafter {output} --prompts …`"
     )
     return 130 if final["interrupted"] else 0
+
+
+def new_config(args: argparse.Namespace, target: ModelConfig, name: str) -> DFlash2Config:
+    """The drafter that `train` was asked for; its layers are shaped like the target's."""
+    from trtllm_forespark.drafters.config import DFlash2Config
+
+    return DFlash2Config(
+        hidden_size=target.hidden_size,
+        num_layers=args.layers,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        intermediate_size=target.intermediate_size,
+        rms_norm_eps=target.rms_norm_eps,
+        rope_theta=target.rope_theta,
+        max_position=target.max_position,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=min(args.draft_vocab, target.vocab_size),
+        block=args.block,
+        capture_layers=tuple(args.capture or evenly_spaced(target.num_layers)),
+        target_layers=target.num_layers,
+        causal=args.causal,
+        target=name,
+    )
 
 
 def calibrate(args: argparse.Namespace) -> int:
@@ -162,6 +175,12 @@ def add_commands(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> 
     made.add_argument(
         "--minutes", type=float, default=60.0, help="training time over all resumed runs (default: %(default)s)"
     )
+    made.add_argument(
+        "--init",
+        default=None,
+        metavar="DIR",
+        help="start from this drafter's weights; its shape, captured layers and draft vocabulary are taken over",
+    )
     made.add_argument("--block", type=int, default=7, help="K, the longest draft (default: %(default)s)")
     made.add_argument("--layers", type=int, default=2, help="decoder layers of the drafter (default: %(default)s)")
     made.add_argument("--draft-vocab", type=int, default=12288)
@@ -169,6 +188,13 @@ def add_commands(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> 
         "--capture", type=lambda s: [int(x) for x in s.split(",")], default=None, help="captured target layers, from 0"
     )
     made.add_argument("--causal", action="store_true", help="directional: causal attention within the block")
+    made.add_argument(
+        "--lengths",
+        choices=("full", "varied"),
+        default="full",
+        help="drafts that train the drafter: all of K, or every second one shorter, as they are served "
+        "(default: %(default)s)",
+    )
     made.add_argument("--learning-rate", type=float, default=3e-3)
     made.add_argument("--texts", type=int, default=4, help="texts a step")
     made.add_argument("--anchors", type=int, default=32, help="anchors a text")

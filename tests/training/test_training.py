@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 
@@ -23,7 +24,7 @@ from trtllm_forespark.training.losses import (
     draft_loss,
     position_weights,
 )
-from trtllm_forespark.training.trainer import Trainer, TrainSettings
+from trtllm_forespark.training.trainer import Trainer, TrainSettings, lengths_of
 
 from ..drafters.test_dflash2 import CONFIG, fill, hidden_of, make_runner
 
@@ -48,7 +49,14 @@ def make_store(folder, texts: int = 14, seed: int = 0) -> FeatureStore:
     return FeatureStore(folder, LAYERS, HIDDEN)
 
 
-def make_trainer(folder, store, **settings) -> Trainer:
+@pytest.fixture
+def fake_clock(monkeypatch) -> None:
+    """A second passes between one look at the clock and the next, so that minutes are steps."""
+    seconds = itertools.count()
+    monkeypatch.setattr("trtllm_forespark.training.trainer.time.monotonic", lambda: float(next(seconds)))
+
+
+def make_trainer(folder, store, start: DFlash2 | None = None, **settings) -> Trainer:
     torch.manual_seed(0)
     given = {"minutes": 100.0, "texts": 2, "anchors": 4, "held": 4, "warmup_steps": 2, **settings}
     return Trainer(
@@ -59,6 +67,7 @@ def make_trainer(folder, store, **settings) -> Trainer:
         torch.randn(VOCAB, HIDDEN),
         torch.ones(HIDDEN),
         folder,
+        start,
     )
 
 
@@ -198,14 +207,38 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path) -> None:
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5, msg=name)
 
 
-def test_training_learns_and_logs(tmp_path) -> None:
+def test_training_learns_and_logs(tmp_path, fake_clock) -> None:
     store = make_store(tmp_path / "features")
-    trainer = make_trainer(tmp_path / "run", store, minutes=0.08, log_every=5, save_every=1000, learning_rate=1e-2)
+    trainer = make_trainer(tmp_path / "run", store, minutes=0.5, log_every=5, save_every=1000, learning_rate=1e-2)
     final = trainer.run()
     lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert lines[-2]["draft"] < lines[0]["draft"] and lines[-1]["held"] == final["held"]
     assert {"step", "seconds", "anchors", "anchors_per_second", "pre", "post", "matched"} <= lines[0].keys()
     assert len(final["held"]["conditional"]) == CONFIG.block
+
+
+def test_lengths_cover_every_row_of_the_triangle() -> None:
+    full = [lengths_of(step, 4, "full") for step in range(4)]
+    assert full == [(4, 4), (1, 4), (2, 4), (3, 4)]
+    assert [lengths_of(step, 4, "varied") for step in range(6)] == [(4, 4), (1, 1), (4, 4), (2, 2), (4, 4), (3, 3)]
+    assert lengths_of(3, 1, "varied") == (1, 1)
+    with pytest.raises(ValueError, match="'full' or 'varied', not 'short'"):
+        lengths_of(0, 4, "short")
+
+
+def test_training_goes_on_from_another_drafter_with_drafts_of_varied_lengths(tmp_path, fake_clock) -> None:
+    store = make_store(tmp_path / "features")
+    first = make_trainer(tmp_path / "first", store)
+    first.step()
+    second = make_trainer(tmp_path / "second", store, start=first.model, lengths="varied", log_every=4, minutes=0.1)
+    for name, value in first.model.state_dict().items():
+        torch.testing.assert_close(second.model.state_dict()[name], value, msg=name)
+    second.run()
+    line = json.loads((tmp_path / "second" / "log.jsonl").read_text().splitlines()[0])
+    assert line["step"] == 4 and len(line["matched"]) == CONFIG.block
+    other = DFlash2(dataclasses.replace(CONFIG, block=CONFIG.block + 1))
+    with pytest.raises(ValueError, match="differs in block"):
+        make_trainer(tmp_path / "third", store, start=other)
 
 
 def test_estimator_losses_leave_the_drafter_alone(tmp_path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from trtllm_forespark.drafters.config import DFlash2Config
 from trtllm_forespark.drafters.dflash2 import DFlash2
@@ -29,7 +30,8 @@ class TrainSettings:
     ce_share: share of the run trained on cross-entropy alone before 0.1 CE + 0.9 TV (total variation has no gradient
     where the drafter gives a token no probability). held: texts at the store's start kept for validation.
     lambda_pre, lambda_post: weights of the estimators' losses. dtype: float32, or bfloat16 for the products (weights,
-    losses and Adam's moments stay float32).
+    losses and Adam's moments stay float32). lengths: of the drafts that train the drafter; "full" is the paper's
+    (always K), with "varied" every second step's are as long as its row of the triangle: cheaper, and as served.
     """
 
     minutes: float = 60.0
@@ -44,6 +46,7 @@ class TrainSettings:
     held: int = 64
     seed: int = 0
     dtype: str = "float32"
+    lengths: str = "full"
     log_every: int = 50
     save_every: int = 500
 
@@ -65,6 +68,19 @@ class Progress:
     anchors: int = 0
 
 
+def lengths_of(step: int, block: int, lengths: str) -> tuple[int, int]:
+    """(row of the pre-draft triangle, tokens of the drafts that train the drafter) of a step.
+
+    The rows go K, 1, …, K - 1 (§4.5); with "varied" K comes every second step, the others in turn.
+    """
+    if lengths == "full":
+        return step % block or block, block
+    if lengths != "varied":
+        raise ValueError(f"lengths must be 'full' or 'varied', not {lengths!r}")
+    row = block if step % 2 == 0 or block == 1 else step // 2 % (block - 1) + 1
+    return row, row
+
+
 class Trainer:
     """Holds a model, its optimiser and a store; `run` trains until the minutes are used or a signal comes."""
 
@@ -77,14 +93,22 @@ class Trainer:
         head: torch.Tensor,
         final_norm: torch.Tensor,
         output: Path,
+        start: DFlash2 | None = None,
     ) -> None:
-        """embedding [V, H], head [V, H] and final_norm [H] of the target; float32, on the CPU."""
+        """embedding [V, H], head [V, H] and final_norm [H] of the target; float32, on the CPU. start: a trained drafter
+        of the same configuration whose weights and draft vocabulary a new run takes over."""
         self.settings, self.store, self.output = settings, store, Path(output)
         self.output.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(settings.seed)
         self.model = DFlash2(config)
         self.embedding = embedding
-        self._initialise(final_norm)
+        if start is None:
+            self._initialise(final_norm)
+        elif start.config == config:
+            self.model.load_state_dict(start.state_dict())
+        else:
+            differ = [name for name, value in asdict(config).items() if value != asdict(start.config)[name]]
+            raise ValueError(f"the drafter to start from differs in {', '.join(differ)}")
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=settings.weight_decay, fused=True
         )
@@ -126,19 +150,24 @@ class Trainer:
             previous=batch.previous[::every, :length],
         )
 
-    def forward(self, batch: AnchorBatch, length: int, total_variation: float) -> tuple[torch.Tensor, StepResult]:
-        """Loss of one batch; ``length`` is the row d of the pre-draft triangle this step trains."""
+    def forward(
+        self, batch: AnchorBatch, length: int, total_variation: float, drafted: int | None = None
+    ) -> tuple[torch.Tensor, StepResult]:
+        """Loss of one batch; ``length`` is the row d of the pre-draft triangle this step trains, ``drafted`` (K) how
+        many tokens the drafts have that train the drafter."""
         with torch.autocast("cpu", torch.bfloat16, enabled=self.settings.dtype == "bfloat16"):
-            return self._forward(batch, length, total_variation)
+            return self._forward(batch, length, total_variation, drafted or self.model.config.block)
 
-    def _forward(self, batch: AnchorBatch, length: int, total_variation: float) -> tuple[torch.Tensor, StepResult]:
-        model, block = self.model, self.model.config.block
+    def _forward(
+        self, batch: AnchorBatch, length: int, total_variation: float, drafted: int
+    ) -> tuple[torch.Tensor, StepResult]:
+        model = self.model
         context = model.fuse(batch.hidden)
         rotary = model.rotary(batch.positions)
         keys_values = model.context_keys_values(context, rotary)
         embeddings = self.embedding[batch.anchor_tokens]
-        hidden = draft_hidden(model, batch, context, keys_values, embeddings, block)
-        targets = self.targets(batch, block)
+        hidden = draft_hidden(model, batch, context, keys_values, embeddings, drafted)
+        targets = self.targets(batch, drafted)
         draft = draft_loss(model, hidden, self.head, targets, total_variation)
 
         predecessor = model.candidate_selector.predecessor_codebook[targets.previous]
@@ -148,7 +177,7 @@ class Trainer:
         # Row d of the triangle is labelled by drafts of exactly d tokens (a shorter draft is another proposal).
         # A directional drafter's rows are prefixes of row K, so one length labels all.
         alpha, valid, every = draft.acceptance, targets.valid, 1
-        if length < block and not model.config.causal:
+        if length < drafted and not model.config.causal:
             every = 4
             with torch.no_grad():
                 short = draft_hidden(model, batch, context, keys_values, embeddings, length, every)
@@ -157,7 +186,9 @@ class Trainer:
         text_of_anchor = np.repeat(batch.text_offsets[:-1], np.diff(batch.anchor_offsets))
         rows = (torch.from_numpy(text_of_anchor) + batch.anchor_positions - 1)[::every]
         logits = model.pre_draft_estimator(context.detach()[rows], embeddings[::every])
-        if not model.config.causal:
+        if model.config.causal:
+            logits = logits[:, :drafted]
+        else:
             start = length * (length - 1) // 2
             logits = logits[:, start : start + length]
         pre = binary_cross_entropy(logits, alpha, valid.float())
@@ -178,9 +209,9 @@ class Trainer:
         texts = [self.store[settings.held + i] for i in rng.choice(available, settings.texts, replace=False)]
         batch = sample_anchors(texts, settings.anchors, self.model.config.block, rng)
         block = self.model.config.block
-        length = block if step % block == 0 else step % block  # K, 1, ..., K - 1
         share = self.progress.seconds / (60.0 * settings.minutes)
-        loss, result = self.forward(batch, length, 0.9 if share >= settings.ce_share else 0.0)
+        length, drafted = lengths_of(step, block, settings.lengths)
+        loss, result = self.forward(batch, length, 0.9 if share >= settings.ce_share else 0.0, drafted)
         rate = settings.learning_rate * min(1.0, (step + 1) / settings.warmup_steps)
         rate *= 0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * min(1.0, share)))
         for group in self.optimizer.param_groups:
@@ -256,7 +287,11 @@ class Trainer:
         return final
 
     def _summary(self, window: list[StepResult]) -> dict[str, Any]:
-        matched, valid = torch.cat([r.matched for r in window]), torch.cat([r.valid for r in window])
+        block = self.model.config.block
+        matched, valid = (
+            torch.cat([F.pad(getattr(r, name), (0, block - r.valid.shape[1])) for r in window])
+            for name in ("matched", "valid")
+        )
         share = (matched.float() * valid).sum(0) / valid.sum(0).clamp(min=1)
         return {
             "step": self.progress.step,
