@@ -13,8 +13,19 @@ from trtllm_forespark.runtime.request import Request
 from trtllm_forespark.runtime.sampling import Proposing, SamplingRows
 
 
+def uneven(total: int, requests: int, most: int) -> np.ndarray:
+    """Divide ``total`` tokens among requests as a schedule would: from none or few to many, ``most`` at most -> [n].
+
+    The i-th gets about i times as many as the first; then they are shuffled, in the same way every time.
+    """
+    turn = (np.arange(most) + 1) / (np.arange(requests)[:, None] + 1)
+    owner = np.argsort(turn, axis=None, kind="stable")[:total] // most
+    return np.random.default_rng(requests).permutation(np.bincount(owner, minlength=requests))
+
+
 class Probe:
-    """Passes of chosen shapes over a backend whose requests all have ``context`` tokens; times are seconds.
+    """Passes of chosen shapes over a backend whose requests have ``context`` tokens on average, half of it to one and a
+    half times it; times are seconds. Draft lengths are as `uneven` as schedules are: attention pads them.
 
     The cache holds whatever was there (zeros at the start): latency does not depend on values.
     """
@@ -22,8 +33,10 @@ class Probe:
     def __init__(self, backend: TorchBackend, context: int = 160, max_requests: int = 64) -> None:
         self.backend, self.context = backend, context
         assert backend.spec is not None
-        longest = context + backend.spec.block + 1
-        if longest > backend.max_seq_len:
+        self.block = backend.spec.block
+        room = backend.max_seq_len - self.block - 1
+        longest = min(context + context // 2, room) + self.block + 1
+        if context > room:
             raise ValueError(f"a context of {context} tokens leaves no room to decode within {backend.max_seq_len}")
         page = backend.page_size
         self.pages = -(-longest // page)
@@ -36,11 +49,17 @@ class Probe:
     def _tables(self, n: int) -> np.ndarray:
         return np.arange(n * self.pages).reshape(n, self.pages)
 
+    def _contexts(self, n: int) -> np.ndarray:
+        spread = min(self.context // 2, self.backend.max_seq_len - self.block - 1 - self.context)
+        ramp = np.linspace(-spread, spread, n) if n > 1 else np.zeros(1)
+        return np.maximum(self.rng.permutation(self.context + ramp.astype(np.int64)), 2)
+
     def verify(self, requests: int, tokens: int) -> float:
         """One target pass over ``tokens`` tokens of ``requests`` requests as a step runs it, with commit."""
-        counts = [tokens // requests + (i < tokens % requests) for i in range(requests)]
+        counts = 1 + uneven(tokens - requests, requests, self.block)
         cu = np.concatenate([[0], np.cumsum(counts)])
-        positions = np.concatenate([self.context + np.arange(c) for c in counts])
+        starts = self._contexts(requests)
+        positions = np.repeat(starts - cu[:-1], counts) + np.arange(tokens)
         ids = self.rng.integers(0, self.backend.vocab_size, tokens)
         batch = TargetBatch(
             ids.tolist(),
@@ -53,7 +72,7 @@ class Probe:
         self._wait()
         started = time.perf_counter()
         self.backend.forward(batch).max(-1).indices.tolist()  # as verification does
-        self.backend.commit([1 + (c - 1) // 2 for c in counts])
+        self.backend.commit((1 + (counts - 1) // 2).tolist())
         self._wait()
         spent = time.perf_counter() - started
         for seat in range(requests):
@@ -63,23 +82,24 @@ class Probe:
     def draft(self, requests: int, tokens: int) -> float:
         """What drafting adds to a step: the estimate, and one draft pass of ``requests`` requests whose blocks hold
         ``tokens`` slots, anchors included."""
-        drafted = tokens - requests
-        lengths = [drafted // requests + (i < drafted % requests) for i in range(requests)]
+        lengths = 1 + uneven(tokens - 2 * requests, requests, self.block - 1)
+        contexts = self._contexts(requests)
         ids = self.rng.integers(0, self.backend.vocab_size, requests)
-        batch = DraftBatch(ids.tolist(), [self.context] * requests, self._tables(requests), list(range(requests)))
+        batch = DraftBatch(ids.tolist(), contexts.tolist(), self._tables(requests), list(range(requests)))
         # Each has the tokens of one step waiting for the drafter's context, as it would.
         cu = list(range(0, 2 * requests + 1, 2))
-        newest = [self.context - 2 + i % 2 for i in range(2 * requests)]
+        newest = [start - 2 + i for start in contexts.tolist() for i in (0, 1)]
         seats = list(range(requests))
         for seat in seats:
             self.backend.release(seat)
         self.backend.forward(TargetBatch([0] * (2 * requests), newest, cu, self._tables(requests), [], seats))
         self.backend.commit([2] * requests)
         asking = [Request(id=i, prompt_ids=[0]) for i in range(requests)]
+        propose = Proposing(SamplingRows.of(asking, self.backend.device), self.generator)
         self._wait()
         started = time.perf_counter()
         self.backend.estimate(batch)
-        self.backend.draft(batch, lengths, Proposing(SamplingRows.of(asking, self.backend.device), self.generator))
+        self.backend.draft(batch, lengths.tolist(), propose)
         self._wait()
         return time.perf_counter() - started
 
