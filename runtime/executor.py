@@ -117,9 +117,9 @@ class Executor:
         if work.decoding:
             self.controller.observe([r.key for r in work.decoding], draft, selection, outcome, plan)
         self.commit(work, draft, selection, verified, outcome)
-        spent = {name: seconds - before[name] for name, seconds in self.metrics.seconds.items()}
-        self.metrics.seconds["other"] += time.perf_counter() - started - sum(spent.values())
-        self.controller.timed(plan, selection, work.num_tokens, spent["pre_draft"] + spent["draft"], spent["verify"])
+        took, spent = time.perf_counter() - started, {n: s - before[n] for n, s in self.metrics.seconds.items()}
+        self.metrics.seconds["other"] += took - sum(spent.values())
+        self.controller.timed(plan, selection, work.num_tokens, took - spent["verify"], spent["verify"])
         return work
 
     def pre_draft_estimate(self, work: StepWork) -> Estimate | None:

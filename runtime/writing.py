@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,22 +20,54 @@ def answers(llm: LLM, max_tokens: int, temperature: float, top_p: float, seed: i
     """Answer prompts (chat template) with a seed of their own each; yields them as they finish."""
 
     def write(prompts: Sequence[tuple[int, str]]) -> Iterator[tuple[int, list[int], list[int], bool]]:
-        open_requests: dict[Hashable, tuple[int, Request]] = {}
-        executor = llm.executor
-        todo = list(prompts)[::-1]
-        while todo or open_requests:
-            while todo and len(open_requests) < executor.config.max_batch_size:
-                index, text = todo.pop()
-                params = SamplingParams(
-                    max_tokens=max_tokens,
-                    temperature=temperature,
-                    top_p=top_p,
-                    seed=seed + index if temperature else None,
-                )
-                ids = llm.chat_ids(text)
+        asked = ((index, llm.chat_ids(text)) for index, text in prompts)
+        return _continuations(llm, asked, max_tokens, temperature, top_p, seed)
+
+    return write
+
+
+def invented_prompts(llm: LLM, count: int, seed: int, report: Callable[[int, int], None]) -> list[str]:
+    """Up to ``count`` different prompts that the target itself writes where its chat template expects the user's
+    (as MAGPIE does, arXiv 2406.08464): text of the kinds it was tuned on, for targets whose data is not at hand."""
+    start = _before_the_user(llm)
+    found: dict[str, None] = {}
+    tries = _continuations(llm, ((i, start) for i in range(2 * count)), 96, 1.0, 0.95, seed)
+    for _, _, ids, ended in tries:
+        text = llm.tokenizer.decode(ids).strip()
+        if ended and len(text.split()) >= 4:  # what did not end is a ramble, what is short no task
+            found.setdefault(text)
+            report(len(found), count)
+        if len(found) >= count:
+            tries.close()
+            break
+    return list(found)
+
+
+def _before_the_user(llm: LLM) -> list[int]:
+    """Token ids of the chat template up to where the user's first words stand."""
+    mark = "\ue000"
+    text = llm.tokenizer.apply_chat_template([{"role": "user", "content": mark}])
+    return llm.tokenizer.encode(text[: text.index(mark)], add_special_tokens=False)
+
+
+def _continuations(
+    llm: LLM, prompts: Iterable[tuple[int, list[int]]], max_tokens: int, temperature: float, top_p: float, seed: int
+) -> Generator[tuple[int, list[int], list[int], bool]]:
+    """(number, prompt, continuation, ended by itself) of each, in the order they finish."""
+    open_requests: dict[Hashable, tuple[int, Request]] = {}
+    executor, todo, more = llm.executor, iter(prompts), True
+    try:
+        while more or open_requests:
+            while more and len(open_requests) < executor.config.max_batch_size:
+                index, ids = next(todo, (-1, []))
+                if index < 0:
+                    more = False
+                    break
                 if len(ids) >= llm.max_seq_len:
                     yield index, ids, [], False
                     continue
+                own = seed + index if temperature else None
+                params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=own)
                 request = llm.request(ids, params)
                 executor.submit(request)
                 open_requests[request.id] = (index, request)
@@ -43,8 +75,9 @@ def answers(llm: LLM, max_tokens: int, temperature: float, top_p: float, seed: i
             for key in [k for k, (_, r) in open_requests.items() if r.finished]:
                 index, request = open_requests.pop(key)
                 yield index, request.prompt_ids, request.output_ids, request.finish_reason == "stop"
-
-    return write
+    finally:
+        for key in open_requests:  # whoever read this needs no more
+            executor.cancel(key)
 
 
 def target_features(llm: LLM, capture: Sequence[int]) -> Features:

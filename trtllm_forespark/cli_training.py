@@ -16,12 +16,21 @@ if TYPE_CHECKING:
 
 def distill(args: argparse.Namespace) -> int:
     from trtllm_forespark.cli import make_llm, say
+    from trtllm_forespark.files import write_text
     from trtllm_forespark.runtime.bench.prompts import load_prompts
-    from trtllm_forespark.runtime.writing import answers
+    from trtllm_forespark.runtime.writing import answers, invented_prompts
     from trtllm_forespark.training import distill as module
 
-    prompts = load_prompts(args.prompts)[: args.limit]
+    prompts_file = Path(args.prompts or Path(args.output).with_suffix(".prompts.jsonl"))
     llm = make_llm(args, policy=args.policy or "ar")
+    if args.invent and not prompts_file.exists():  # else an interrupted run goes on with its own
+        known = [p["prompt"] for path in args.avoid for p in load_prompts(path)]
+        invented = invented_prompts(llm, args.invent, args.seed or 0, every(say, "prompts"))
+        fresh = module.without_overlap(invented, known)
+        say(f"{len(fresh)} prompts invented; {len(invented) - len(fresh)} left out that share ten words with --avoid")
+        lines = [json.dumps({"source": "invented", "row": i, "prompt": p}) for i, p in enumerate(fresh)]
+        write_text(prompts_file, "\n".join(lines) + "\n")
+    prompts = load_prompts(prompts_file)[: args.limit]
     write = answers(llm, args.max_tokens, args.temperature, args.top_p, args.seed or 0)
     sampling = f"{args.max_tokens} tokens, temperature {args.temperature}, top-p {args.top_p}, seed {args.seed or 0}"
     made = f"{llm.config.model}, {llm.dtype}, {sampling}"
@@ -48,18 +57,23 @@ def train(args: argparse.Namespace) -> int:
     config = start.config if start else new_config(args, c, llm.config.model)
     layers = config.capture_layers
     output = Path(args.output)
-    features = Path(args.features) if args.features else output / "features"
-    texts = load_texts(Path(args.data), c.vocab_size)
-    write_features(
-        texts,
-        target_features(llm, layers),
-        features,
-        len(layers),
-        c.hidden_size,
-        args.seed or 0,
-        every(say, "texts read by the target"),
-        f"{llm.config.model}, {llm.dtype}, layers {','.join(str(layer) for layer in layers)}",
-    )
+    root = Path(args.features) if args.features else output / "features"
+    source = f"{llm.config.model}, {llm.dtype}, layers {','.join(str(layer) for layer in layers)}"
+    read, say_texts = target_features(llm, layers), every(say, "texts read by the target")
+    stores = []
+    for number, file in enumerate(args.data):
+        folder = root / str(number) if number else root  # one file's features stand in the folder itself
+        write_features(
+            load_texts(Path(file), c.vocab_size),
+            read,
+            folder,
+            len(layers),
+            c.hidden_size,
+            args.seed or 0,
+            say_texts,
+            source,
+        )
+        stores.append(FeatureStore(folder, len(layers), c.hidden_size))
     cpu = torch.device("cpu")
     settings = TrainSettings(
         minutes=args.minutes,
@@ -71,11 +85,10 @@ def train(args: argparse.Namespace) -> int:
         ce_share=0.0 if start else TrainSettings.ce_share,
         dtype="bfloat16" if llm.dtype is choose_dtype("auto", cpu) is torch.bfloat16 else "float32",
     )
-    store = FeatureStore(features, len(layers), c.hidden_size)
     embedding, head, norm = (
         w.float().cpu() for w in (target.embedding_weight(), target.lm_head_weight(), target.final_norm_weight())
     )
-    trainer = Trainer(config, settings, store, embedding, head, norm, output, start)
+    trainer = Trainer(config, settings, stores, embedding, head, norm, output, start)
     final = trainer.run(lambda line: say(json.dumps(line)))
     save_drafter(output, trainer.model)
     print(
@@ -160,7 +173,14 @@ def add_commands(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> 
     from trtllm_forespark.cli import add_engine_arguments
 
     made = add(commands, "distill", distill, "let the target write training text", json_too=False)
-    made.add_argument("--prompts", required=True, help="JSONL with a prompt a line")
+    asked = made.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--prompts", help="JSONL with a prompt a line")
+    asked.add_argument(
+        "--invent", type=int, metavar="N", help="let the target write N prompts too (kept in OUTPUT's .prompts.jsonl)"
+    )
+    made.add_argument(
+        "--avoid", nargs="+", default=[], metavar="FILE", help="drop invented prompts that share ten words with these"
+    )
     made.add_argument("--output", required=True, help=".npz to write; an interrupted run goes on")
     made.add_argument("--limit", type=int, default=None, help="use the first N prompts")
     made.add_argument("--max-tokens", type=int, default=192)
@@ -169,7 +189,7 @@ def add_commands(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> 
     add_engine_arguments(made)
 
     made = add(commands, "train", train, "train a drafter and its estimators on distilled text", json_too=False)
-    made.add_argument("--data", required=True, help=".npz of `forespark distill`")
+    made.add_argument("--data", required=True, nargs="+", metavar="FILE", help=".npz of `forespark distill`")
     made.add_argument("--output", required=True, help="folder of the drafter; a run that stands there goes on")
     made.add_argument("--features", default=None, help="folder of the target's features (default: OUTPUT/features)")
     made.add_argument(

@@ -16,7 +16,7 @@ from trtllm_forespark.models.transformer import PackedBatch, PackedTransformer
 from trtllm_forespark.runtime.backends.base import DraftBatch, TargetBatch
 from trtllm_forespark.wcs.stages import Draft, Estimate
 
-_MOST_WAITING = 512  # committed tokens that wait for the next estimate or draft
+_MOST_WAITING = 2048  # committed tokens that wait for the next estimate or draft
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class TorchBackend:
 
     @torch.inference_mode()
     def commit(self, kept: Sequence[int]) -> None:
-        """Committed tokens wait for the next estimate or draft, so that a load at which nothing is drafted pays next to
-        nothing for them."""
+        """Prompts go into the drafter's context at once, decoded tokens wait for the next estimate or draft: a load at
+        which nothing is drafted pays next to nothing for them."""
         if self.runner is None:
             return
         if self._last is None:
@@ -114,7 +114,8 @@ class TorchBackend:
         index = self._tensor(rows)
         features, positions, slots = (t.index_select(0, index) for t in (last.features, last.positions, last.slots))
         self._waiting.append(_Waiting(features, positions, slots, seats, self._epoch[seats]))
-        if sum(len(w.seats) for w in self._waiting) > _MOST_WAITING:
+        prompts = counts.max() > self.runner.spec.block + 1
+        if prompts or sum(len(w.seats) for w in self._waiting) > _MOST_WAITING:
             self._absorb()
 
     def _absorb(self) -> None:

@@ -10,6 +10,7 @@ from trtllm_forespark.models.registry import RegistryError, locate_model
 from trtllm_forespark.runtime.bench.prompts import load_prompts
 from trtllm_forespark.runtime.calibration import greedy_texts
 from trtllm_forespark.runtime.executor import Executor
+from trtllm_forespark.runtime.writing import invented_prompts
 from trtllm_forespark.training.replay import Replay
 from trtllm_forespark.wcs.latency import LatencyTable
 
@@ -144,3 +145,13 @@ def test_calibrations_replay_visits_the_anchors_of_a_real_run(llm: LLM, length: 
     # The last steps differ: there a real run drafts no more than it may still emit.
     shared = [a for a, end in zip(accepted, np.cumsum(np.array(accepted) + 1), strict=True) if end < 24 - length]
     assert len(shared) > 2 and trace.accepted[: len(shared)].tolist() == shared
+
+
+def test_the_target_invents_prompts_the_same_ones_again_and_leaves_no_request_open(llm) -> None:
+    seen: list[tuple[int, int]] = []
+    first = invented_prompts(llm, 5, 3, lambda done, total: seen.append((done, total)))
+    assert len(first) == len(set(first)) == 5 and seen == [(i, 5) for i in range(1, 6)]
+    assert all(len(p.split()) >= 4 and "<|im" not in p for p in first)
+    assert llm.executor.idle
+    assert invented_prompts(llm, 5, 3, lambda done, total: None) == first
+    assert invented_prompts(llm, 5, 4, lambda done, total: None) != first

@@ -15,8 +15,8 @@ from trtllm_forespark.drafters.dflash2 import DFlash2
 from trtllm_forespark.runtime.bench.prompts import load_prompts
 from trtllm_forespark.training.answers import Answer, AnswerLog
 from trtllm_forespark.training.blocks import TextAttention, draft_hidden, sample_anchors
-from trtllm_forespark.training.distill import distill, load_texts, save_texts, write_features
-from trtllm_forespark.training.features import TOP, FeatureStore, Sequence, draft_vocabulary
+from trtllm_forespark.training.distill import distill, load_texts, save_texts, without_overlap, write_features
+from trtllm_forespark.training.features import TOP, FeatureStore, FeatureStores, Sequence, draft_vocabulary
 from trtllm_forespark.training.losses import (
     Targets,
     binary_cross_entropy,
@@ -56,13 +56,13 @@ def fake_clock(monkeypatch) -> None:
     monkeypatch.setattr("trtllm_forespark.training.trainer.time.monotonic", lambda: float(next(seconds)))
 
 
-def make_trainer(folder, store, start: DFlash2 | None = None, **settings) -> Trainer:
+def make_trainer(folder, stores, start: DFlash2 | None = None, **settings) -> Trainer:
     torch.manual_seed(0)
     given = {"minutes": 100.0, "texts": 2, "anchors": 4, "held": 4, "warmup_steps": 2, **settings}
     return Trainer(
         CONFIG,
         TrainSettings(**given),
-        store,
+        stores if isinstance(stores, list) else [stores],
         torch.randn(VOCAB, HIDDEN),
         torch.randn(VOCAB, HIDDEN),
         torch.ones(HIDDEN),
@@ -279,7 +279,7 @@ def test_stores_and_texts_that_are_wrong_say_so(tmp_path) -> None:
     assert load_texts(tmp_path / "t.npz", 100)[0][1] == 2
     with pytest.raises(ValueError, match="past the target's vocabulary of 90"):
         load_texts(tmp_path / "t.npz", 90)
-    with pytest.raises(ValueError, match="holds 14 finished texts; training needs at least 14"):
+    with pytest.raises(ValueError, match="f: 14 finished texts; training needs at least 14"):
         make_trainer(tmp_path / "run", store, held=14).step()
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
     with pytest.raises(ValueError, match="line 2: needs an object"):
@@ -308,9 +308,33 @@ def test_distillation_goes_on_where_it_stopped(tmp_path) -> None:
     assert [t.tolist() for t, _ in load_texts(out, 10)] == [[1, i, 2, 3] for i in range(5)]
 
 
+def test_several_stores_read_as_one(tmp_path) -> None:
+    stores = [make_store(tmp_path / "a", 5), make_store(tmp_path / "b", 3, seed=1)]
+    both = FeatureStores(stores)
+    assert both.finished() == 8
+    for i, (store, own) in enumerate([(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0), (1, 1), (1, 2)]):
+        np.testing.assert_array_equal(both[i].tokens, stores[store][own].tokens)
+    with pytest.raises(IndexError):
+        both[8]
+    together = make_trainer(tmp_path / "run", stores)
+    together.step()
+    with pytest.raises(ValueError, match=r"a, .*b: 8 finished texts"):
+        make_trainer(tmp_path / "few", stores, held=7).step()
+
+
+def test_prompts_that_share_ten_words_are_left_out() -> None:
+    known = ["One two three four five six seven eight nine ten eleven."]
+    near, far = (
+        "So: two, three four FIVE six seven eight nine ten eleven!",
+        "one two three four five six seven eight nine",
+    )
+    assert without_overlap([near, far], known) == [far]
+    assert without_overlap([near], []) == [near]
+
+
 def test_the_draft_vocabulary_holds_the_most_frequent_tokens(tmp_path) -> None:
     store = make_store(tmp_path / "f")
-    ids = draft_vocabulary(store, 20, VOCAB)
+    ids = draft_vocabulary([store], 20, VOCAB)
     assert len(ids) == 20 and (np.diff(ids) > 0).all() and ids.max() < 45
 
 

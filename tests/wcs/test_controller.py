@@ -193,7 +193,8 @@ def test_where_no_draft_pays_most_steps_are_passed_over_and_drafting_comes_back(
     hopeless, good = np.zeros((3, K, K)), prefix_survival(np.full((3, K), [0.95, 0.9, 0.85, 0.8]))
     controller = WcsController(make_policy("wcs"), TABLE, K)
     assert steps(controller, hopeless, 24) == "---rr-rrrr-rrrrrrrr-rrrr"
-    assert steps(controller, hopeless[:2], 4) == "---r", "a smaller batch is looked at as if it were new"
+    assert steps(controller, hopeless[:1], 4) == "---r", "a smaller load is looked at as if it were new"
+    assert steps(controller, hopeless, 34) == "r-" + "r" * 32, "what the larger load told is not forgotten"
     assert "d" in steps(controller, good, 33)
     assert steps(controller, good, 3) == "ddd"
     assert steps(WcsController(make_policy("wcs"), TABLE, K, adapt=False), hopeless, 9) == "-" * 9

@@ -6,6 +6,7 @@ The running engine is handed in (`Generate`, `Features`), so that this floor kno
 from __future__ import annotations
 
 import os
+import re
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -50,6 +51,17 @@ def distill(
     save_texts(output, [log.done[i] for i in kept], [prompts[i] for i in kept])
     log.remove()
     return len(kept)
+
+
+def without_overlap(prompts: list[str], known: list[str], words: int = 10) -> list[str]:
+    """The prompts that share no run of ``words`` words (case and punctuation aside) with a known one."""
+
+    def runs(text: str) -> set[tuple[str, ...]]:
+        parts = re.findall(r"\w+", text.lower())
+        return {tuple(parts[i : i + words]) for i in range(len(parts) - words + 1)}
+
+    taken = set().union(*map(runs, known))
+    return [prompt for prompt in prompts if taken.isdisjoint(runs(prompt))]
 
 
 def save_texts(output: Path, answers: list[Answer], prompts: list[dict]) -> None:

@@ -8,6 +8,7 @@ target's most likely next tokens and their probabilities at the position before 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,12 +72,30 @@ class FeatureStore:
         )
 
 
-def draft_vocabulary(store: FeatureStore, size: int, vocab_size: int) -> np.ndarray:
+class FeatureStores:
+    """Several stores read as one, the finished sequences of the first before those of the next."""
+
+    def __init__(self, stores: list[FeatureStore]) -> None:
+        self.stores = stores
+
+    def finished(self) -> int:
+        return sum(store.finished() for store in self.stores)
+
+    def __getitem__(self, i: int) -> Sequence:
+        for store in self.stores:
+            if i < store.finished():
+                return store[i]
+            i -= store.finished()
+        raise IndexError("no such sequence is finished")
+
+
+def draft_vocabulary(stores: Iterable[FeatureStore], size: int, vocab_size: int) -> np.ndarray:
     """The ``size`` most frequent response tokens (prompt tokens break ties), ascending target ids: ``d2t``."""
     counts = np.zeros(vocab_size)
-    for i in range(len(store)):
-        tokens = store.tokens[store.token_offsets[i] : store.token_offsets[i + 1]]
-        response = int(store.response_offsets[i + 1] - store.response_offsets[i])
-        counts += np.bincount(tokens[-response:], minlength=vocab_size)
-        counts += 1e-3 * np.bincount(tokens[:-response], minlength=vocab_size)
+    for store in stores:
+        for i in range(len(store)):
+            tokens = store.tokens[store.token_offsets[i] : store.token_offsets[i + 1]]
+            response = int(store.response_offsets[i + 1] - store.response_offsets[i])
+            counts += np.bincount(tokens[-response:], minlength=vocab_size)
+            counts += 1e-3 * np.bincount(tokens[:-response], minlength=vocab_size)
     return np.sort(np.argsort(-counts, kind="stable")[:size])

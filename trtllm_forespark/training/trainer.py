@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from trtllm_forespark.drafters.config import DFlash2Config
 from trtllm_forespark.drafters.dflash2 import DFlash2
 from trtllm_forespark.training.blocks import AnchorBatch, draft_hidden, sample_anchors
-from trtllm_forespark.training.features import FeatureStore, draft_vocabulary
+from trtllm_forespark.training.features import FeatureStore, FeatureStores, draft_vocabulary
 from trtllm_forespark.training.losses import Targets, binary_cross_entropy, draft_loss
 from trtllm_forespark.training.state import load_state, save_state
 
@@ -28,7 +28,7 @@ class TrainSettings:
     """minutes: training time over all resumed runs; the cosine schedule follows it. texts, anchors: a step's batch.
 
     ce_share: share of the run trained on cross-entropy alone before 0.1 CE + 0.9 TV (total variation has no gradient
-    where the drafter gives a token no probability). held: texts at the store's start kept for validation.
+    where the drafter gives a token no probability). held: texts at the first store's start kept for validation.
     lambda_pre, lambda_post: weights of the estimators' losses. dtype: float32, or bfloat16 for the products (weights,
     losses and Adam's moments stay float32). lengths: of the drafts that train the drafter; "full" is the paper's
     (always K), with "varied" every second step's are as long as its row of the triangle: cheaper, and as served.
@@ -88,7 +88,7 @@ class Trainer:
         self,
         config: DFlash2Config,
         settings: TrainSettings,
-        store: FeatureStore,
+        stores: list[FeatureStore],
         embedding: torch.Tensor,
         head: torch.Tensor,
         final_norm: torch.Tensor,
@@ -97,7 +97,7 @@ class Trainer:
     ) -> None:
         """embedding [V, H], head [V, H] and final_norm [H] of the target; float32, on the CPU. start: a trained drafter
         of the same configuration whose weights and draft vocabulary a new run takes over."""
-        self.settings, self.store, self.output = settings, store, Path(output)
+        self.settings, self.store, self.output = settings, FeatureStores(stores), Path(output)
         self.output.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(settings.seed)
         self.model = DFlash2(config)
@@ -136,7 +136,8 @@ class Trainer:
             model.mask_embedding.copy_(self.embedding.mean(0))
             model.pre_draft_estimator.output.weight.zero_()
             model.post_draft_estimator.output.weight.zero_()
-        model.d2t.copy_(torch.from_numpy(draft_vocabulary(self.store, config.draft_vocab_size, config.vocab_size)))
+        vocabulary = draft_vocabulary(self.store.stores, config.draft_vocab_size, config.vocab_size)
+        model.d2t.copy_(torch.from_numpy(vocabulary))
 
     # One step ---------------------------------------------------------------------------------------------------
 
@@ -202,8 +203,9 @@ class Trainer:
         rng = np.random.default_rng((settings.seed, step))
         available = self.store.finished() - settings.held
         if available < settings.texts:
+            folders = ", ".join(str(store.folder) for store in self.store.stores)
             raise ValueError(
-                f"{self.store.folder} holds {self.store.finished()} finished texts; training needs at least "
+                f"{folders}: {self.store.finished()} finished texts; training needs at least "
                 f"{settings.held} to validate on and {settings.texts} to train on"
             )
         texts = [self.store[settings.held + i] for i in rng.choice(available, settings.texts, replace=False)]

@@ -34,8 +34,8 @@ class WcsController:
     nothing, so draft nothing then.
 
     adapt: correct both estimates by what is accepted (`Correction`) and the table by what steps take (`Pace`); and
-    where no draft has paid for some steps, pass over the estimate of the next few (2, 4, … 32) unless a quarter of
-    the batch goes meanwhile, so that a load at which speculation does not pay costs next to nothing.
+    where no draft has paid for some steps at a load (up to the next power of two), pass over the estimate of the next
+    few (2, 4, … 32) while the load does not fall: where speculation does not pay it costs next to nothing.
 
     State: the previous step's post-draft survival of each live request, a decaying mean of it, the two corrections,
     the pace, and how long no draft has paid. Not thread-safe.
@@ -66,7 +66,9 @@ class WcsController:
         self._seen = np.zeros(block, dtype=bool)
         self._adapt = adapt
         self.before, self.after = Correction(block), Correction(block)  # of pre-draft and post-draft survival
-        self._idle, self._left, self._load, self._rested = 0, 0, 0, False
+        # Looks that found no draft to pay, by load (n.bit_length()); steps left of this rest, and the load it is for.
+        self._idle: dict[int, int] = {}
+        self._left, self._load, self._rested = 0, 0, False
 
     @property
     def table(self) -> LatencyTable | None:
@@ -75,8 +77,8 @@ class WcsController:
 
     def rests(self, n: int) -> bool:
         """Whether this step of n decoding requests is passed over: no estimate, and `nothing` for a plan. Ask once."""
-        if 4 * n <= 3 * self._load:
-            self._idle = self._left = self._load = 0
+        if n.bit_length() < self._load:
+            self._left = 0
         if self._left == 0:
             return False
         self._left -= 1
@@ -91,11 +93,13 @@ class WcsController:
         # Each look that finds nothing again doubles the rest before the next.
         if not self._adapt or not self.policy.needs_estimate or n == 0:
             return
-        self._idle = self._idle // 2 if drafted else self._idle + 1
+        load = n.bit_length()
+        idle = self._idle.get(load, 0)
+        self._idle[load] = idle = idle // 2 if drafted else min(idle + 1, _PATIENCE + 4)
         if not drafted:
             self.before.fade()
-        if self._idle >= _PATIENCE:
-            self._left, self._load = min(2 ** (self._idle - _PATIENCE + 1), _LONGEST_REST), n
+        if idle >= _PATIENCE:
+            self._left, self._load = min(2 ** (idle - _PATIENCE + 1), _LONGEST_REST), load
 
     def plan(
         self,
@@ -225,7 +229,7 @@ class WcsController:
         self.before.learn(np.where(drafted, forecast[who], 0), float(accepted.sum() + dropped))
 
     def timed(self, plan: Plan, selection: Selection, num_tokens: int, draft: float, verify: float) -> None:
-        """What the step just done took: seconds of estimate and draft, and of verification."""
+        """What the step just done took: seconds of verification, and of everything else."""
         lengths = np.asarray(plan.draft_lengths)
         n = len(lengths)
         if not self._adapt or self.pace is None or num_tokens != n or n == 0:
