@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,16 +31,19 @@ class _LastPass:
     seats: Sequence[int]
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    """Committed tokens that the drafter's context lacks. features [T, L, H], positions and slots [T] on the device;
-    seats and epochs [T] on the host: whose they are."""
+class _Rows(NamedTuple):
+    """Committed tokens: features [T, L, H], positions and slots [T] on the device; seats and epochs [T] on the host:
+    whose they are."""
 
     features: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     seats: np.ndarray
     epochs: np.ndarray
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.features, self.positions, self.slots
 
 
 class TorchBackend:
@@ -72,7 +76,17 @@ class TorchBackend:
             )
             model.rope.tabulate(max_seq_len)
             self.spec, self._capture = self.runner.spec, self.runner.spec.capture_layers
-            self._waiting: list[_Waiting] = []
+            # Committed tokens that the drafter's context lacks, the first `_waits` rows. One block for good: small ones
+            # kept from step to step would cut up the heap, and every step's logits would be fresh pages.
+            count = lambda *shape, **kind: torch.empty(_MOST_WAITING, *shape, device=self.device, **kind)  # noqa: E731
+            self._waiting = _Rows(
+                count(len(self._capture), config.hidden_size, dtype=self.dtype),
+                count(dtype=torch.int64),
+                count(dtype=torch.int64),
+                np.zeros(_MOST_WAITING, np.int64),
+                np.zeros(_MOST_WAITING, np.int64),
+            )
+            self._waits = 0
             self._epoch = np.zeros(max_batch_size, np.int64)  # how often a seat was given up
             # Context feature of each seat's newest token (§4.2 reads it).
             self._context = torch.zeros(max_batch_size, config.hidden_size, dtype=self.dtype, device=self.device)
@@ -111,37 +125,46 @@ class TorchBackend:
         if not len(rows):
             return
         seats = np.repeat(np.asarray(last.seats, np.int64)[: len(counts)], counts)
-        index = self._tensor(rows)
-        features, positions, slots = (t.index_select(0, index) for t in (last.features, last.positions, last.slots))
-        self._waiting.append(_Waiting(features, positions, slots, seats, self._epoch[seats]))
-        prompts = counts.max() > self.runner.spec.block + 1
-        if prompts or sum(len(w.seats) for w in self._waiting) > _MOST_WAITING:
+        index, device_side = self._tensor(rows), (last.features, last.positions, last.slots)
+        room, prompts = len(self._waiting.seats), counts.max() > self.runner.spec.block + 1
+        if prompts or self._waits + len(rows) > room:
             self._absorb()
+        if prompts or len(rows) > room:
+            features, at, slots = (t.index_select(0, index) for t in device_side)
+            self._extend(_Rows(features, at, slots, seats, self._epoch[seats]))
+            return
+        new = slice(self._waits, self._waits + len(rows))
+        for place, from_ in zip(self._waiting.tensors, device_side, strict=True):
+            torch.index_select(from_, 0, index, out=place[new])  # type: ignore[call-overload]
+        self._waiting.seats[new], self._waiting.epochs[new] = seats, self._epoch[seats]
+        self._waits += len(rows)
 
     def _absorb(self) -> None:
-        """Put what waits into the drafter's context, all in one pass, but for requests that are gone: their pages may
-        be another's by now."""
-        waiting, self._waiting = self._waiting, []
-        if not waiting or self.runner is None:
+        """Put what waits into the drafter's context, but for requests that are gone: their pages may be another's."""
+        count, self._waits = self._waits, 0
+        waiting = self._waiting
+        features, positions, slots = (t[:count] for t in waiting.tensors)
+        seats, epochs = waiting.seats[:count], waiting.epochs[:count]
+        alive = np.flatnonzero(epochs == self._epoch[seats])
+        if len(alive) < count:
+            index = self._tensor(alive)
+            features, positions, slots = (t.index_select(0, index) for t in (features, positions, slots))
+        self._extend(_Rows(features, positions, slots, seats[alive], epochs[alive]))
+
+    def _extend(self, rows: _Rows) -> None:
+        if self.runner is None or not len(rows.seats):
             return
-        seats = np.concatenate([w.seats for w in waiting])
-        alive = np.flatnonzero(np.concatenate([w.epochs for w in waiting]) == self._epoch[seats])
-        columns = [torch.cat([getattr(w, name) for w in waiting]) for name in ("features", "positions", "slots")]
-        if len(alive) < len(seats):
-            seats, index = seats[alive], self._tensor(alive)
-            columns = [column.index_select(0, index) for column in columns]
-        if not len(seats):
-            return
-        context = self.runner.extend(*columns)
-        whose, newest = np.unique(seats[::-1], return_index=True)
+        context = self.runner.extend(rows.features, rows.positions, rows.slots)
+        whose, newest = np.unique(rows.seats[::-1], return_index=True)
         self._context.index_copy_(
-            0, self._tensor(whose), context.index_select(0, self._tensor(len(seats) - 1 - newest))
+            0, self._tensor(whose), context.index_select(0, self._tensor(len(rows.seats) - 1 - newest))
         )
 
     def release(self, seat: int) -> None:
         if self.runner is not None:
             self._epoch[seat] += 1
-            self._waiting = [w for w in self._waiting if (w.epochs == self._epoch[w.seats]).any()]
+            if not (self._waiting.epochs == self._epoch[self._waiting.seats])[: self._waits].any():
+                self._waits = 0
 
     @torch.inference_mode()
     def clear(self, pages: Sequence[int]) -> None:

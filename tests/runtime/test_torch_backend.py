@@ -85,14 +85,29 @@ def test_waiting_long_is_bounded_and_changes_nothing(target: PackedTransformer, 
     from trtllm_forespark.runtime.backends import torch_backend
 
     text = np.random.default_rng(1).integers(3, 97, 30).tolist()
-    patient, eager = make(target), make(target)
-    for backend, most in ((patient, 1000), (eager, 0)):
+    survival = {}
+    for most, left in ((1000, 30), (7, 6), (0, 0)):
         monkeypatch.setattr(torch_backend, "_MOST_WAITING", most)
+        backend = make(target)
         for i in range(0, 30, 3):
             feed(backend, [2], [[0, 1]], [text[i : i + 3]], i)
-    assert len(patient._waiting) == 10 and not eager._waiting
-    mine, wanted = draft(patient, 2, [0, 1], 5, 30), draft(eager, 2, [0, 1], 5, 30)
-    torch.testing.assert_close(mine[0].survival, wanted[0].survival, atol=1e-5, rtol=0)
+        assert backend._waits == left
+        survival[most] = draft(backend, 2, [0, 1], 5, 30)[0].survival
+    for most in (7, 0):
+        torch.testing.assert_close(survival[most], survival[1000], atol=1e-5, rtol=0)
+
+
+def test_a_prompt_is_absorbed_when_it_is_read(target: PackedTransformer) -> None:
+    at_once, waiting = make(target), make(target)
+    text = np.random.default_rng(2).integers(3, 97, 20).tolist()
+    feed(at_once, [0], [[0, 1]], [text], 0)
+    assert at_once._waits == 0
+    for i in range(20):
+        feed(waiting, [0], [[0, 1]], [text[i : i + 1]], i)
+    assert waiting._waits == 20
+    torch.testing.assert_close(
+        draft(at_once, 0, [0, 1], 9, 20)[0].survival, draft(waiting, 0, [0, 1], 9, 20)[0].survival, atol=1e-5, rtol=0
+    )
 
 
 def test_nothing_committed_and_nothing_drafted(target: PackedTransformer) -> None:
