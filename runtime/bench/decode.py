@@ -107,15 +107,18 @@ def run(
     """Every policy at every load, policies taking turns. Returns {"runs": …, "gains": …}.
 
     A round times at least ``requests`` requests at each load, in as many batches as that takes, and is their mean.
+    Before the first every policy decodes one batch at every load untimed.
     """
     texts = prompts or [p["prompt"] for p in load_prompts()]
     ids = [llm.chat_ids(t) for t in texts]
     executors = {name: llm.new_executor(name) for name in policies}
     points = {(name, load): Point(name, load) for load in loads for name in policies}
-    for name in policies:  # the first batch pays for memory
-        decode_once(llm, executors[name], ids[:1], 4, temperature)
     interrupted = False
     try:
+        for load in loads:  # untimed: the first batch pays for memory, and for what a policy must find out
+            for name in policies:
+                last = [ids[-1 - i % len(ids)] for i in range(load)]
+                decode_once(llm, executors[name], last, max(tokens // 2, 4), temperature)
         for round_index in range(rounds):
             order = policies[round_index % len(policies) :] + policies[: round_index % len(policies)]
             for load in loads:

@@ -192,8 +192,8 @@ def steps(controller: WcsController, survival: np.ndarray, count: int) -> str:
 def test_where_no_draft_pays_most_steps_are_passed_over_and_drafting_comes_back() -> None:
     hopeless, good = np.zeros((3, K, K)), prefix_survival(np.full((3, K), [0.95, 0.9, 0.85, 0.8]))
     controller = WcsController(make_policy("wcs"), TABLE, K)
-    assert steps(controller, hopeless, 24) == "---rr-rrrr-rrrrrrrr-rrrr"
-    assert steps(controller, hopeless[:1], 4) == "---r", "a smaller load is looked at as if it were new"
+    assert steps(controller, hopeless, 24) == "----rr-rrrr-rrrrrrrr-rrr"
+    assert steps(controller, hopeless[:1], 5) == "----r", "a smaller load is looked at as if it were new"
     assert steps(controller, hopeless, 34) == "r-" + "r" * 32, "what the larger load told is not forgotten"
     assert "d" in steps(controller, good, 33)
     assert steps(controller, good, 3) == "ddd"

@@ -18,8 +18,9 @@ from trtllm_forespark.wcs.stages import Draft, Estimate, Outcome, Plan, Selectio
 
 #: (request, generation). A request that is preempted and comes back has a new, higher generation.
 Key = tuple[Hashable, int]
-#: After this many steps in a row at which no draft paid, steps are passed over; so many at most before the next look.
-_PATIENCE, _LONGEST_REST = 3, 32
+#: From this many looks that found no draft to pay, steps are passed over, so many at most before the next look. A look
+#: that finds one takes back three: where drafts pay every fourth time, no step is passed over for long.
+_PATIENCE, _LONGEST_REST, _TAKES_BACK = 4, 32, 3
 #: A plain step must be better by this much to be preferred: its cost is known from few of them.
 _MARGIN = 1.04
 #: How fast the mean of post-draft survival follows the last steps.
@@ -95,7 +96,8 @@ class WcsController:
             return
         load = n.bit_length()
         idle = self._idle.get(load, 0)
-        self._idle[load] = idle = idle // 2 if drafted else min(idle + 1, _PATIENCE + 4)
+        idle = max(idle - _TAKES_BACK, 0) if drafted else min(idle + 1, _PATIENCE + 4)
+        self._idle[load] = idle
         if not drafted:
             self.before.fade()
         if idle >= _PATIENCE:

@@ -10,7 +10,7 @@ from trtllm_forespark.wcs.latency import LatencyTable
 #: concluded; how far a factor may go.
 _KEEP, _FADE, _ENOUGH, _FURTHEST = 0.95, 0.99, 5.0, 3.0
 #: Plain steps that are enough to go by (they vary less), and how often one is made where too few come by themselves.
-_FEW, _EVERY = 2.0, 16
+_FEW, _EVERY = 1.5, 32
 #: Factors are powers of this, so that few tables are ever made.
 _STEP = 1.1
 
