@@ -84,7 +84,7 @@ class Probe:
         return spent
 
     def draft(self, requests: int, tokens: int) -> float:
-        """What drafting adds to a step: the estimate, and one draft pass of ``requests`` requests whose blocks hold
+        """What drafting adds to a step whose estimates are there: one pass of ``requests`` requests whose blocks hold
         ``tokens`` slots, anchors included."""
         lengths = 1 + uneven(tokens - 2 * requests, requests, self.block - 1)
         contexts = self._contexts(requests)
@@ -100,9 +100,9 @@ class Probe:
         self.backend.commit([2] * requests)
         asking = [Request(id=i, prompt_ids=[0]) for i in range(requests)]
         propose = Proposing(SamplingRows.of(asking, self.backend.device), self.generator)
+        self.backend.estimate(batch)  # paid before it is decided whether to draft
         self._wait()
         started = time.perf_counter()
-        self.backend.estimate(batch)
         self.backend.draft(batch, lengths.tolist(), propose)
         self._wait()
         return time.perf_counter() - started

@@ -231,7 +231,7 @@ class WcsController:
         self.before.learn(np.where(drafted, forecast[who], 0), float(accepted.sum() + dropped))
 
     def timed(self, plan: Plan, selection: Selection, num_tokens: int, draft: float, verify: float) -> None:
-        """What the step just done took: seconds of verification, and of everything else."""
+        """What the step just done took: seconds of the draft pass, and of verification."""
         lengths = np.asarray(plan.draft_lengths)
         n = len(lengths)
         if not self._adapt or self.pace is None or num_tokens != n or n == 0:

@@ -25,7 +25,7 @@ from trtllm_forespark.wcs.prices import Prices
 Interpolation = Literal["staircase", "linear"]
 Array = npt.NDArray[Any]
 
-VERSION = 2  # 1: T_draft without the estimate
+VERSION = 3  # 2: T_draft held the estimate, 1 and 2: drafts of one length
 _KIND = "forespark-latency-table"
 _IDENTITY = ("device", "model", "drafter", "dtype")
 
