@@ -128,14 +128,14 @@ def test_a_table_made_for_something_else_is_one_clear_error(tmp_path: Path, name
         ("{", "cannot read"),
         ("[]", "not a latency table"),
         ('{"kind": "forespark-latency-table", "version": 9}', "format version 9"),
-        ('{"kind": "forespark-latency-table", "version": 2}', "interpolation is None"),
-        ('{"kind": "forespark-latency-table", "version": 2, "interpolation": "linear"}', "entries of 'verify'"),
+        ('{"kind": "forespark-latency-table", "version": 3}', "interpolation is None"),
+        ('{"kind": "forespark-latency-table", "version": 3, "interpolation": "linear"}', "entries of 'verify'"),
         (
-            '{"kind": "forespark-latency-table", "version": 2, "interpolation": "linear", "verify": [[1, 1, -1, 1]]}',
+            '{"kind": "forespark-latency-table", "version": 3, "interpolation": "linear", "verify": [[1, 1, -1, 1]]}',
             "bad entry",
         ),
         (
-            '{"kind": "forespark-latency-table", "version": 2, "interpolation": "linear", "verify": []}',
+            '{"kind": "forespark-latency-table", "version": 3, "interpolation": "linear", "verify": []}',
             "no entries",
         ),
     ],
