@@ -111,7 +111,7 @@ def test_json_round_trip(tmp_path: Path) -> None:
     assert again.verify.entries == table.verify.entries and again.draft.entries == table.draft.entries
     assert (again.interpolation, again.date, again.device) == ("linear", table.date, "cpu EPYC")
     data = json.loads(path.read_text())
-    assert data["version"] == 2 and data["verify"][0][3] == 3
+    assert data["version"] == 3 and data["verify"][0][3] == 3
 
 
 @pytest.mark.parametrize("name", sorted(MADE_FOR))
