@@ -34,12 +34,11 @@ class Probe:
         self.backend, self.context = backend, context
         assert backend.spec is not None
         self.block = backend.spec.block
-        room = backend.max_seq_len - self.block - 1
-        longest = min(context + context // 2, room) + self.block + 1
-        if context > room:
+        self.spread = min(context // 2, backend.max_seq_len - self.block - 1 - context)
+        if self.spread < 0:
             raise ValueError(f"a context of {context} tokens leaves no room to decode within {backend.max_seq_len}")
         page = backend.page_size
-        self.pages = -(-longest // page)
+        self.pages = -(-(context + self.spread + self.block + 1) // page)
         self.max_requests = min(max_requests, backend.num_pages // self.pages)
         if self.max_requests < 1:
             raise ValueError(f"the KV cache of {backend.num_pages} pages cannot hold one request of {context} tokens")
@@ -50,8 +49,7 @@ class Probe:
         return np.arange(n * self.pages).reshape(n, self.pages)
 
     def _contexts(self, n: int) -> np.ndarray:
-        spread = min(self.context // 2, self.backend.max_seq_len - self.block - 1 - self.context)
-        ramp = np.linspace(-spread, spread, n) if n > 1 else np.zeros(1)
+        ramp = np.linspace(-self.spread, self.spread, n) if n > 1 else np.zeros(1)
         return np.maximum(self.rng.permutation(self.context + ramp.astype(np.int64)), 2)
 
     def verify(self, requests: int, tokens: int) -> float:

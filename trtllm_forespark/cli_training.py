@@ -23,11 +23,13 @@ def distill(args: argparse.Namespace) -> int:
 
     prompts_file = Path(args.prompts or Path(args.output).with_suffix(".prompts.jsonl"))
     llm = make_llm(args, policy=args.policy or "ar")
-    if args.invent and not prompts_file.exists():  # else an interrupted run goes on with its own
+    if args.invent is not None and not prompts_file.exists():  # else an interrupted run goes on with its own
         known = [p["prompt"] for path in args.avoid for p in load_prompts(path)]
         invented = invented_prompts(llm, args.invent, args.seed or 0, every(say, "prompts"))
         fresh = module.without_overlap(invented, known)
         say(f"{len(fresh)} prompts invented; {len(invented) - len(fresh)} left out that share ten words with --avoid")
+        if not fresh:
+            raise ValueError(f"{llm.config.model} invented no usable prompt (asked for {args.invent}); give --prompts")
         lines = [json.dumps({"source": "invented", "row": i, "prompt": p}) for i, p in enumerate(fresh)]
         write_text(prompts_file, "\n".join(lines) + "\n")
     prompts = load_prompts(prompts_file)[: args.limit]

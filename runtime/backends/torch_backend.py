@@ -31,9 +31,9 @@ class _LastPass:
     seats: Sequence[int]
 
 
-class _Rows(NamedTuple):
-    """Committed tokens: features [T, L, H], positions and slots [T] on the device; seats and epochs [T] on the host:
-    whose they are."""
+class _Waiting(NamedTuple):
+    """Room for committed tokens: features [W, L, H], positions and slots [W] on the device; seats and epochs [W] on the
+    host: whose they are."""
 
     features: torch.Tensor
     positions: torch.Tensor
@@ -78,13 +78,13 @@ class TorchBackend:
             self.spec, self._capture = self.runner.spec, self.runner.spec.capture_layers
             # Committed tokens that the drafter's context lacks, the first `_waits` rows. One block for good: small ones
             # kept from step to step would cut up the heap, and every step's logits would be fresh pages.
-            count = lambda *shape, **kind: torch.empty(_MOST_WAITING, *shape, device=self.device, **kind)  # noqa: E731
-            self._waiting = _Rows(
-                count(len(self._capture), config.hidden_size, dtype=self.dtype),
-                count(dtype=torch.int64),
-                count(dtype=torch.int64),
-                np.zeros(_MOST_WAITING, np.int64),
-                np.zeros(_MOST_WAITING, np.int64),
+            most = _MOST_WAITING
+            self._waiting = _Waiting(
+                torch.empty(most, len(self._capture), config.hidden_size, dtype=self.dtype, device=self.device),
+                torch.empty(most, dtype=torch.int64, device=self.device),
+                torch.empty(most, dtype=torch.int64, device=self.device),
+                np.zeros(most, np.int64),
+                np.zeros(most, np.int64),
             )
             self._waits = 0
             self._epoch = np.zeros(max_batch_size, np.int64)  # how often a seat was given up
@@ -130,8 +130,8 @@ class TorchBackend:
         if prompts or self._waits + len(rows) > room:
             self._absorb()
         if prompts or len(rows) > room:
-            features, at, slots = (t.index_select(0, index) for t in device_side)
-            self._extend(_Rows(features, at, slots, seats, self._epoch[seats]))
+            features, positions, slots = (t.index_select(0, index) for t in device_side)
+            self._extend(features, positions, slots, seats)
             return
         new = slice(self._waits, self._waits + len(rows))
         for place, from_ in zip(self._waiting.tensors, device_side, strict=True):
@@ -149,15 +149,15 @@ class TorchBackend:
         if len(alive) < count:
             index = self._tensor(alive)
             features, positions, slots = (t.index_select(0, index) for t in (features, positions, slots))
-        self._extend(_Rows(features, positions, slots, seats[alive], epochs[alive]))
+        self._extend(features, positions, slots, seats[alive])
 
-    def _extend(self, rows: _Rows) -> None:
-        if self.runner is None or not len(rows.seats):
+    def _extend(self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, seats: np.ndarray) -> None:
+        if self.runner is None or not len(seats):
             return
-        context = self.runner.extend(rows.features, rows.positions, rows.slots)
-        whose, newest = np.unique(rows.seats[::-1], return_index=True)
+        context = self.runner.extend(features, positions, slots)
+        whose, newest = np.unique(seats[::-1], return_index=True)
         self._context.index_copy_(
-            0, self._tensor(whose), context.index_select(0, self._tensor(len(rows.seats) - 1 - newest))
+            0, self._tensor(whose), context.index_select(0, self._tensor(len(seats) - 1 - newest))
         )
 
     def release(self, seat: int) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
+from trtllm_forespark.runtime.profile import uneven
 from trtllm_forespark.runtime.tables import Timings
 from trtllm_forespark.wcs.latency import LatencyTable, profile
 
@@ -69,3 +71,13 @@ def test_another_grid_is_measured_from_where_it_differs(tmp_path) -> None:
     verify = second.of("verify", machine)
     assert verify(1, 1) == 2.001 and machine.calls == 0
     assert verify(2, 2) == 3.001 and second.resumed == 0 and machine.calls == 1
+
+
+def test_uneven_lengths_add_up_and_differ() -> None:
+    for requests, most in ((1, 7), (3, 4), (8, 7), (32, 1)):
+        for total in (0, 1, requests * most // 2, requests * most):
+            lengths = uneven(total, requests, most)
+            assert lengths.shape == (requests,) and lengths.sum() == total and lengths.max(initial=0) <= most
+            np.testing.assert_array_equal(lengths, uneven(total, requests, most))
+    assert sorted(uneven(16, 8, 7)) == [0, 1, 1, 2, 2, 3, 3, 4]
+    assert uneven(0, 2, 0).tolist() == [0, 0]

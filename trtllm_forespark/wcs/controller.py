@@ -69,7 +69,7 @@ class WcsController:
         self.before, self.after = Correction(block), Correction(block)  # of pre-draft and post-draft survival
         # Looks that found no draft to pay, by load (n.bit_length()); steps left of this rest, and the load it is for.
         self._idle: dict[int, int] = {}
-        self._left, self._load, self._rested = 0, 0, False
+        self._left, self._load = 0, 0
 
     @property
     def table(self) -> LatencyTable | None:
@@ -83,7 +83,6 @@ class WcsController:
         if self._left == 0:
             return False
         self._left -= 1
-        self._rested = True
         return True
 
     def nothing(self, n: int) -> Plan:
@@ -240,10 +239,8 @@ class WcsController:
         drafting, total = int(np.count_nonzero(lengths)), int(lengths.sum())
         verified = num_tokens + int(np.asarray(selection.verified_lengths).sum())
         times = {"verify" if verified > num_tokens else "plain": (verify, float(prices.verify_at(verified)))}
-        if drafting and not self._rested:  # after a rest the drafter first catches up
-            times["draft"] = draft, float(prices.draft_at(drafting, total + drafting))
         if drafting:
-            self._rested = False
+            times["draft"] = draft, float(prices.draft_at(drafting, total + drafting))
         self.pace.saw(**times)
 
     def forget(self, key: Key) -> None:
