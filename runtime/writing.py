@@ -31,13 +31,18 @@ def invented_prompts(llm: LLM, count: int, seed: int, report: Callable[[int, int
     (as MAGPIE does, arXiv 2406.08464): text of the kinds it was tuned on, for targets whose data is not at hand."""
     start = _before_the_user(llm)
     found: dict[str, None] = {}
+    done: dict[int, str] = {}  # taken in the order they were begun: which ends first is the machine's affair
     tries = _continuations(llm, ((i, start) for i in range(2 * count)), 96, 1.0, 0.95, seed)
-    for _, _, ids, ended in tries:
+    looked_at = 0
+    for number, _, ids, ended in tries:
         text = llm.tokenizer.decode(ids).strip()
-        if ended and len(text.split()) >= 4:  # what did not end is a ramble, what is short no task
-            found.setdefault(text)
-            report(len(found), count)
-        if len(found) >= count:
+        done[number] = text if ended and len(text.split()) >= 4 else ""  # a ramble; no task
+        while looked_at in done and len(found) < count:
+            text, looked_at = done.pop(looked_at), looked_at + 1
+            if text and text not in found:
+                found[text] = None
+                report(len(found), count)
+        if len(found) == count:
             tries.close()
             break
     return list(found)
