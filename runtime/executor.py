@@ -119,7 +119,16 @@ class Executor:
         self.commit(work, draft, selection, verified, outcome)
         took, spent = time.perf_counter() - started, {n: s - before[n] for n, s in self.metrics.seconds.items()}
         self.metrics.seconds["other"] += took - sum(spent.values())
-        self.controller.timed(plan, selection, work.num_tokens, spent["draft"], spent["verify"])
+        n = len(work.decoding)
+        self.controller.timed(
+            plan,
+            selection,
+            work.num_tokens,
+            tokens=n + int(np.asarray(outcome.accepted)[:n].sum()),
+            draft=spent["draft"],
+            verify=spent["verify"],
+            whole=took,
+        )
         return work
 
     def pre_draft_estimate(self, work: StepWork) -> Estimate | None:

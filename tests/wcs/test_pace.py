@@ -65,15 +65,17 @@ def test_drafting_that_takes_longer_than_its_price_is_drafted_less() -> None:
                 tokens = int(plan.draft_lengths.sum()) + drafting
                 selection = Selection(plan.draft_lengths)
                 seconds = slower * float(TABLE.draft_seconds(drafting, tokens))
-                controller.timed(plan, selection, n, seconds, float(TABLE.verify_seconds(n, n + tokens - drafting)))
+                verify = float(TABLE.verify_seconds(n, n + tokens - drafting))
+                controller.timed(plan, selection, n, tokens=2 * n, draft=seconds, verify=verify, whole=seconds + verify)
             totals[slower, adapt] = int(plan.draft_lengths.sum())
     assert totals[3.0, True] < totals[1.0, True] == totals[1.0, False] == totals[3.0, False]
 
 
 def test_steps_with_prefill_and_policies_without_a_table_are_not_judged() -> None:
     controller = WcsController(make_policy("wcs"), TABLE, K)
-    plan = Plan(np.zeros(2, int), 0, 0.0, 0.0, 0.0)
-    for _ in range(9):
-        controller.timed(plan, Selection(np.zeros(2, int)), 12, 0.0, 99.0)
+    plan, selection = Plan(np.zeros(2, int), 0, 0.0, 0.0, 0.0, looked=True), Selection(np.zeros(2, int))
+    for _ in range(99):
+        controller.timed(plan, selection, 12, tokens=2, draft=0.0, verify=99.0, whole=99.0)
+        assert not controller.rests(2)
     assert controller.pace is not None and controller.pace.factor == 1.0
-    WcsController(make_policy("ar"), None, 0).timed(plan, Selection(np.zeros(2, int)), 2, 0.0, 1.0)
+    WcsController(make_policy("ar"), None, 0).timed(plan, selection, 2, tokens=2, draft=0.0, verify=1.0, whole=1.0)

@@ -92,6 +92,27 @@ def test_random_triangles_lose_less_than_a_thousandth(interpolation: str) -> Non
     assert np.mean(losses["whole"]) < np.mean(losses["paper"])
 
 
+@pytest.mark.parametrize("interpolation", ["staircase", "linear"])
+def test_a_batch_of_one_is_planned_exactly(interpolation: str) -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(100):
+        block = int(rng.integers(1, 8))
+        survival = random_survival(rng, 1, block, float(rng.normal(0.5, 1)))
+        limits = np.array([rng.integers(0, block + 1)])
+        wide = int(rng.integers(1, 5)) if interpolation == "staircase" else 1
+        a, b = rng.uniform(0.02, 0.4, 2)
+        table = dense_table(1, block, stairs(wide, 0.3, a), stairs(wide, 1.0, b), interpolation=interpolation)
+        found = joint_schedule(rewards(survival), survival, 1, table, limits=limits)
+        assert found.lengths[0] <= limits[0]
+        value = goodput_of(survival, found.lengths, found.budget, 1, table)
+        assert found.goodput == pytest.approx(value, rel=1e-4)
+        assert value == pytest.approx(exhaustive(survival, 1, table, limits=limits).goodput, rel=1e-4)
+    free = dense_table(1, 4, lambda m, t: 0.0, lambda m, t: 1.0)
+    assert joint_schedule(rewards(survival * 0), survival * 0, 1, table).lengths.tolist() == [0], "nothing to gain"
+    flat = prefix_survival(np.array([[0.5, 0.5, 0.0, 0.0]], np.float32))
+    assert joint_schedule(rewards(flat), flat, 1, free).lengths.tolist() == [2], "free, and of use up to the second"
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(0, 40),

@@ -13,16 +13,12 @@ from trtllm_forespark.wcs.latency import LatencyTable
 from trtllm_forespark.wcs.ops import NumpyOps, Ops
 from trtllm_forespark.wcs.pace import Pace
 from trtllm_forespark.wcs.policies import BeforeDraft, Policy
-from trtllm_forespark.wcs.schedule import NOTHING, Totals, adaptive_budget
+from trtllm_forespark.wcs.rest import Rest
+from trtllm_forespark.wcs.schedule import Totals, adaptive_budget
 from trtllm_forespark.wcs.stages import Draft, Estimate, Outcome, Plan, Selection
 
 #: (request, generation). A request that is preempted and comes back has a new, higher generation.
 Key = tuple[Hashable, int]
-#: From this many looks that found no draft to pay, steps are passed over, so many at most before the next look. A look
-#: that finds one takes back three: where drafts pay every fourth time, no step is passed over for long.
-_PATIENCE, _LONGEST_REST, _TAKES_BACK = 4, 32, 3
-#: A plain step must be better by this much to be preferred: its cost is known from few of them.
-_MARGIN = 1.04
 #: How fast the mean of post-draft survival follows the last steps.
 _FOLLOW = 0.1
 
@@ -34,12 +30,11 @@ class WcsController:
     request nothing is known about, when nothing is known of any other (the drafter's calibrated mean); None: expect
     nothing, so draft nothing then.
 
-    adapt: correct both estimates by what is accepted (`Correction`) and the table by what steps take (`Pace`); and
-    where no draft has paid for some steps at a load (up to the next power of two), pass over the estimate of the next
-    few (2, 4, … 32) while the load does not fall: where speculation does not pay it costs next to nothing.
+    adapt: correct both estimates by what is accepted (`Correction`) and the table by what steps take (`Pace`), and pass
+    over steps at loads where looking for drafts has not paid (`Rest`): there speculation costs next to nothing.
 
     State: the previous step's post-draft survival of each live request, a decaying mean of it, the two corrections,
-    the pace, and how long no draft has paid. Not thread-safe.
+    the pace, and whether looking has paid. Not thread-safe.
     """
 
     def __init__(
@@ -67,9 +62,8 @@ class WcsController:
         self._seen = np.zeros(block, dtype=bool)
         self._adapt = adapt
         self.before, self.after = Correction(block), Correction(block)  # of pre-draft and post-draft survival
-        # Looks that found no draft to pay, by load (n.bit_length()); steps left of this rest, and the load it is for.
-        self._idle: dict[int, int] = {}
-        self._left, self._load = 0, 0
+        # Never with a floor of draft tokens: every step owes them.
+        self.rest = Rest() if adapt and policy.needs_estimate and not policy.floor else None
 
     @property
     def table(self) -> LatencyTable | None:
@@ -78,29 +72,11 @@ class WcsController:
 
     def rests(self, n: int) -> bool:
         """Whether this step of n decoding requests is passed over: no estimate, and `nothing` for a plan. Ask once."""
-        if n.bit_length() < self._load:
-            self._left = 0
-        if self._left == 0:
-            return False
-        self._left -= 1
-        return True
+        return self.rest is not None and n > 0 and self.rest.skips(n)
 
     def nothing(self, n: int) -> Plan:
         """The plan that drafts nothing."""
-        return Plan(np.zeros(n, np.int64), 0, 0.0, 0.0, 0.0)
-
-    def _look_back(self, n: int, drafted: bool) -> None:
-        # Each look that finds nothing again doubles the rest before the next.
-        if not self._adapt or not self.policy.needs_estimate or n == 0:
-            return
-        load = n.bit_length()
-        idle = self._idle.get(load, 0)
-        idle = max(idle - _TAKES_BACK, 0) if drafted else min(idle + 1, _PATIENCE + 4)
-        self._idle[load] = idle
-        if not drafted:
-            self.before.fade()
-        if idle >= _PATIENCE:
-            self._left, self._load = min(2 ** (idle - _PATIENCE + 1), _LONGEST_REST), load
+        return Plan(np.zeros(n, np.int64), 0, 0.0, 0.0, 0.0, looked=False)
 
     def plan(
         self,
@@ -119,11 +95,8 @@ class WcsController:
         """
         step = self.before_draft(keys, estimate, limits, num_tokens)
         totals, lengths = self.policy.plan(step)
-        tries_plain = self._plain_counts and self.pace is not None and self.pace.wants_plain
-        if lengths.any() and (tries_plain or self._plain_is_better(step, totals)):
-            totals, lengths = NOTHING, np.zeros_like(lengths)
-        if step.limits.any() and not tries_plain:
-            self._look_back(len(keys), bool(lengths.any()))
+        if self._adapt and not lengths.any():
+            self.before.fade()
         return Plan(
             draft_lengths=lengths,
             budget=_least(totals.budget, int(lengths.sum()), max_budget),
@@ -132,19 +105,8 @@ class WcsController:
             verify_seconds=totals.verify_seconds,
             forecast=self.policy.forecast(step, lengths),
             max_budget=max_budget,
+            looked=True if step.limits.any() else None,
         )
-
-    @property
-    def _plain_counts(self) -> bool:
-        # Whether steps without drafts are compared with what was planned; never against a floor of draft tokens.
-        return self._adapt and self.pace is not None and self.policy.needs_estimate and not self.policy.floor
-
-    def _plain_is_better(self, step: BeforeDraft, totals: Totals) -> bool:
-        if not self._plain_counts or self.pace is None:
-            return False
-        n = len(step.limits)
-        plain = float(self.pace.measured.prices(n, self.block, step.num_tokens).verify_at(step.num_tokens))
-        return totals.goodput * plain * self.pace.plain_factor * _MARGIN <= n
 
     def totals(self, keys: Sequence[Key], estimate: Estimate | None, limits: Any, num_tokens: int) -> Totals:
         """The host's half of `plan`: (D, B) of the batch, from whatever estimates it has."""
@@ -195,6 +157,10 @@ class WcsController:
         drafted &= live[:, None]
         if self._adapt and plan is not None and plan.forecast is not None:
             self._learn(np.asarray(plan.forecast), survival, drafted, selection, outcome)
+        if self.policy.needs_confidence:
+            self._remember(keys, survival, drafted)
+
+    def _remember(self, keys: Sequence[Key], survival: npt.NDArray[np.float32], drafted: npt.NDArray[np.bool_]) -> None:
         counts = drafted.sum(axis=0)
         fresh = np.where(drafted, survival, 0).sum(axis=0) / np.maximum(counts, 1)
         follow = np.where(self._seen, _FOLLOW, 1.0) * (counts > 0)
@@ -229,8 +195,18 @@ class WcsController:
         dropped = np.where(survived, survival / np.maximum(at_last, 1e-6)[:, None], 0).sum()
         self.before.learn(np.where(drafted, forecast[who], 0), float(accepted.sum() + dropped))
 
-    def timed(self, plan: Plan, selection: Selection, num_tokens: int, draft: float, verify: float) -> None:
-        """What the step just done took: seconds of the draft pass, and of verification."""
+    def timed(
+        self,
+        plan: Plan,
+        selection: Selection,
+        num_tokens: int,
+        *,
+        tokens: int,
+        draft: float,
+        verify: float,
+        whole: float,
+    ) -> None:
+        """What the step just done gave and took: tokens, seconds of the draft pass, of verification, and of all."""
         lengths = np.asarray(plan.draft_lengths)
         n = len(lengths)
         if not self._adapt or self.pace is None or num_tokens != n or n == 0:
@@ -238,10 +214,12 @@ class WcsController:
         prices = self.pace.measured.prices(n, self.block, num_tokens)
         drafting, total = int(np.count_nonzero(lengths)), int(lengths.sum())
         verified = num_tokens + int(np.asarray(selection.verified_lengths).sum())
-        times = {"verify" if verified > num_tokens else "plain": (verify, float(prices.verify_at(verified)))}
-        if drafting:
-            times["draft"] = draft, float(prices.draft_at(drafting, total + drafting))
-        self.pace.saw(**times)
+        draft_price = float(prices.draft_at(drafting, total + drafting)) if drafting else 0.0
+        verify_price = float(prices.verify_at(verified))
+        self.pace.saw(**({"draft": (draft, draft_price), "verify": (verify, verify_price)} if drafting else {}))
+        if self.rest is not None and plan.looked is not None:
+            price, plain = draft_price + verify_price, float(prices.verify_at(n))
+            self.rest.saw(n, plan.looked, tokens, whole, price, plain)
 
     def forget(self, key: Key) -> None:
         """A request ended or was preempted. A key of an old generation forgets nothing."""
@@ -257,9 +235,10 @@ class WcsController:
             if known is None or known < generation:
                 self._generation[request] = generation
                 self._confidence.pop(request, None)
-        confidence = np.empty((len(keys), self.block), dtype=np.float32)
-        for i, (request, _) in enumerate(keys):
-            confidence[i] = self._confidence.get(request, self._mean)
+        confidence = np.zeros((len(keys), self.block), dtype=np.float32)
+        if self.policy.needs_confidence:
+            for i, (request, _) in enumerate(keys):
+                confidence[i] = self._confidence.get(request, self._mean)
         limits = np.clip(np.asarray(limits, dtype=np.int64), 0, self.block)
         if limits.shape != (len(keys),):
             raise ValueError(f"limits have shape {limits.shape} for {len(keys)} requests")

@@ -41,8 +41,8 @@ Decided = TypeVar("Decided")
 class BeforeDraft:
     """All a policy may look at before the drafts exist.
 
-    survival: [n, K, K], the requests' estimates (of a policy that needs none: zeros). confidence: [n, K], post-draft
-    survival of each request's previous step. limits: [n] int64, 0..K. num_tokens: N.
+    survival: [n, K, K], the requests' estimates. confidence: [n, K], post-draft survival of each request's previous
+    step. Both are zeros for a policy that does not read them. limits: [n] int64, 0..K. num_tokens: N.
     """
 
     survival: Array
@@ -63,6 +63,8 @@ class Policy:
     needs_drafter = True
     #: Prices what it does by a latency table.
     needs_table = False
+    #: Reads each request's post-draft survival of the step before.
+    needs_confidence = False
     #: Draft tokens every request gets at least.
     floor = 0
     #: Where a whole batch is greedy, B may come from fresh post-draft survival (docs/lossless.md, rule 1).
@@ -144,6 +146,7 @@ class Batchwise(Policy):
 class Adaptive(Policy):
     name = "adaptive"
     needs_table = True
+    needs_confidence = True
     fresh_when_greedy = True
 
     def totals(self, step: BeforeDraft) -> Totals:

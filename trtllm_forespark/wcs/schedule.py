@@ -98,6 +98,10 @@ def joint_schedule(
     rewards = limited(np.asarray(rewards, dtype=np.float32), limits)
     prices = table.prices(n, block, num_tokens)
     step = Step(n, block, num_tokens, prices, survival, pieces)
+    if n == 1 and floor == 0 and pieces == "whole":
+        one = _one_request(step, rewards[0])
+        table.note_use(1, min(one.total, 1), one.total + 1, num_tokens + one.budget)
+        return one
     if is_small(n, block, floor):
         lengths = _every_total(step, rewards, forced_lengths(rewards, limits, floor))
     else:
@@ -352,6 +356,35 @@ def _cut(above: Any, tied: Any, total: int, pieces: Pieces) -> Lengths:
     else:
         above += np.minimum(np.maximum(room - upto + tied, 0), tied)
     return above  # type: ignore[no-any-return]
+
+
+def _one_request(step: Step, rewards: npt.NDArray[np.float32]) -> Schedule:
+    """A batch of one: every length whose reward is above all shorter ones', with every budget, each priced exactly."""
+    block, prices = step.block, step.prices
+    tokens = np.arange(block + 1)
+    gain = np.zeros((block + 1, block + 1), dtype=np.float32)
+    np.add.accumulate(step.survival[0], axis=1, out=gain[1:, 1:])
+    gain += np.float32(1)
+    draft = prices.draft_at(1, tokens + 1)
+    draft[0] = 0.0
+    gain /= draft[:, None] + prices.verify_at(step.num_tokens + tokens)
+    worth = np.ones(block + 1, dtype=bool)
+    np.greater(rewards[1:], np.maximum.accumulate(rewards)[:-1], out=worth[1:])
+    if np.isnan(np.add.reduce(rewards)):
+        worth[1:] = False
+    gain = np.where(worth[:, None] & (tokens <= tokens[:, None]), gain, np.float32(0))
+    best = gain.size - 1 - int(gain[::-1, ::-1].argmax())  # ties go to the longer
+    length, budget = divmod(best, block + 1)
+    return Schedule(
+        np.array([length]),
+        Totals(
+            length,
+            budget,
+            float(gain[length, budget]),
+            float(draft[length]),
+            float(prices.verify_at(step.num_tokens + budget)),
+        ),
+    )
 
 
 def _every_total(step: Step, rewards: npt.NDArray[np.float32], forced: Lengths) -> Lengths:

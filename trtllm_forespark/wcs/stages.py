@@ -32,7 +32,8 @@ class Plan:
     draft_lengths: [n] int64, d_i. budget: B as planned. expected_goodput: tokens a second the schedule expects.
     draft_seconds, verify_seconds: the latencies it was priced at. forecast: [n, K], what each draft is expected to
     survive, by estimates made before it; B is priced by it once N is certain. None: all that is drafted is verified.
-    max_budget: the most the step has room to verify; None: no limit.
+    max_budget: the most the step has room to verify; None: no limit. looked: whether the step looked for drafts that
+    pay, False where it was passed over; None: it says nothing about either (no request had room to draft).
     """
 
     draft_lengths: Array
@@ -42,6 +43,7 @@ class Plan:
     verify_seconds: float
     forecast: Array | None = None
     max_budget: int | None = None
+    looked: bool | None = None
 
 
 @dataclass(frozen=True)

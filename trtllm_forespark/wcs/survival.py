@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 
@@ -11,6 +13,11 @@ FloatArray = npt.NDArray[np.floating]
 def triangle_size(block: int) -> int:
     """Number of logits in a triangle for drafts of up to `block` tokens: K(K+1)/2."""
     return block * (block + 1) // 2
+
+
+@lru_cache(maxsize=64)
+def _triangle(block: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    return np.tril_indices(block)
 
 
 def triangle_to_survival(
@@ -28,7 +35,7 @@ def triangle_to_survival(
     block = int((np.sqrt(8 * size + 1) - 1) / 2)
     if logits.ndim != 2 or size == 0 or triangle_size(block) != size:
         raise ValueError(f"logits of shape {logits.shape} are not [n, K(K+1)/2] for any K >= 1")
-    rows, columns = np.tril_indices(block)
+    rows, columns = _triangle(block)
     acceptance = np.zeros((len(logits), block, block), dtype=np.float32)
     acceptance[:, rows, columns] = sigmoid(logits * np.asarray(scale, np.float32) + np.asarray(bias, np.float32))
     # Entries past the diagonal are 0, so the running product of row d is 0 after its d-th entry.
