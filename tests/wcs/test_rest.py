@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from trtllm_forespark.wcs.rest import Rest
+
+
+def look(rest: Rest, n: int, tokens: float, seconds: float, count: int) -> str:
+    """`count` steps: r passed over (n tokens in 1 second), l looked at (as the table prices it)."""
+    seen = ""
+    for _ in range(count):
+        passes = rest.skips(n)
+        seen += "r" if passes else "l"
+        rest.saw(n, not passes, *((n, 1.0, 1.0) if passes else (tokens, seconds, seconds)), 1.0)
+    return seen
+
+
+def test_the_rate_decides_not_the_tokens() -> None:
+    assert look(Rest(), 4, 8, 2.5, 400).count("l") < 50
+    assert look(Rest(), 4, 8, 1.5, 400).count("r") < 9
+
+
+def test_little_evidence_is_no_reason_to_rest() -> None:
+    assert look(Rest(), 4, 4, 1.2, 9) == "l" * 9
+
+
+def test_one_stalled_step_is_no_reason_to_rest() -> None:
+    rest = Rest()
+    assert "r" not in look(rest, 4, 6, 1.2, 12)
+    rest.saw(4, True, 6, 1000.0, 1.0, 1.0)
+    assert "r" not in look(rest, 4, 6, 1.2, 12)
+
+
+def test_the_first_look_after_a_rest_is_not_judged() -> None:
+    """It takes in all the tokens of the rest: dear, whatever it brings."""
+    rest = Rest()
+    look(rest, 4, 4, 1.2, 100)
+    seen = ""
+    for _ in range(600):
+        passes = rest.skips(4)
+        first = seen.endswith("r") and not passes
+        seen += "r" if passes else "l"
+        rest.saw(4, not passes, *((4, 1.0) if passes else (8, 99.0 if first else 1.0)), 1.0, 1.0)
+    assert seen.endswith("l" * 9)
+
+
+def test_what_is_not_known_is_not_judged() -> None:
+    rest = Rest()
+    for _ in range(50):
+        rest.saw(0, True, 0, 1.0, 1.0, 1.0)
+        rest.saw(4, True, 4, 0.0, 1.0, 1.0)
+        rest.saw(4, True, 4, 9.0, 1.0, 0.0)
+    assert not rest.skips(4)

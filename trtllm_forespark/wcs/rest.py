@@ -1,0 +1,92 @@
+"""Whether to look for drafts at all: a look (estimate, schedule and what it leads to) must earn what it costs.
+
+The schedule compares steps by the table; what the estimate and the schedule themselves cost is paid before it can say
+anything. So each load's steps are of two kinds, looked at and passed over, and the kind that has given more tokens for
+its time is preferred; the other is tried now and then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+#: What a step leaves of older evidence of its own kind and of the other kind.
+_KEEP, _FADE = 0.97, 0.99
+#: What is believed of looking at first: so many steps of so much more than plain ones give.
+_BELIEF, _GAIN = 20.0, 1.1
+#: Evidence of steps passed over below which one is, to know what they give.
+_THIN = 0.5
+#: The longest rest between two looks, in steps, and how many times its price a step may count for (one that stalled).
+_LONGEST_REST, _FURTHEST = 64, 2.0
+
+
+@dataclass
+class _Kind:
+    """Decayed sums over the steps of one kind: tokens a request, time over that of the table's plain step, steps."""
+
+    tokens: float = 0.0
+    time: float = 0.0
+    steps: float = 0.0
+
+    def fade(self, share: float) -> None:
+        self.tokens, self.time, self.steps = share * self.tokens, share * self.time, share * self.steps
+
+    def add(self, tokens: float, time: float) -> None:
+        self.tokens, self.time, self.steps = self.tokens + tokens, self.time + time, self.steps + 1
+
+
+@dataclass
+class _Load:
+    looked: _Kind = field(default_factory=lambda: _Kind(_BELIEF * _GAIN, _BELIEF, _BELIEF))
+    # Before any step was passed over: the table's word.
+    passed: _Kind = field(default_factory=lambda: _Kind(1.0, 1.0, 1.0))
+    rest: int = 1
+
+    @property
+    def looking_pays(self) -> bool:
+        return self.looked.tokens * self.passed.time >= self.passed.tokens * self.looked.time
+
+
+class Rest:
+    """Loads are told apart by the powers of two; what is learnt about one waits for the next batch of its size.
+
+    Each look after which looking still does not pay doubles the rest before the next one. The first look after a rest
+    is not judged: it also pays for what the rest put off (the drafter's context of all the tokens since).
+    """
+
+    def __init__(self) -> None:
+        self._loads: dict[int, _Load] = {}
+        self._left, self._resting = 0, 0  # steps left of this rest, and the load it is for
+        self._rested = False
+
+    def skips(self, n: int) -> bool:
+        """Whether this step of n decoding requests is to be passed over. Ask once a step."""
+        load = n.bit_length()
+        if load < self._resting:
+            self._left = 0  # a smaller load: drafts may pay
+        if self._left > 0:
+            self._left -= 1
+            return True
+        return self._at(load).passed.steps < _THIN
+
+    def saw(self, n: int, looked: bool, tokens: int, seconds: float, price: float, plain: float) -> None:
+        """One step of n requests, looked at or passed over: tokens it gave, seconds it took in all, what the table says
+        of it and of a step without drafts."""
+        if n == 0 or seconds <= 0 or plain <= 0:
+            return
+        first, self._rested = looked and self._rested, not looked
+        if first:
+            return
+        load = n.bit_length()
+        known = self._at(load)
+        mine, other = (known.looked, known.passed) if looked else (known.passed, known.looked)
+        mine.fade(_KEEP)
+        other.fade(_FADE)
+        mine.add(tokens / n, min(seconds, _FURTHEST * price) / plain)
+        if looked and known.looking_pays:
+            known.rest = 1
+        elif looked:
+            self._left, self._resting = known.rest, load
+            known.rest = min(2 * known.rest, _LONGEST_REST)
+
+    def _at(self, load: int) -> _Load:
+        return self._loads.setdefault(load, _Load())
