@@ -239,7 +239,7 @@ def test_at_a_low_temperature_acceptance_is_whether_both_would_say_the_same(tmp_
     cold = draft_loss(trainer.model, hidden / 1e-3, trainer.head, targets, 1.0)
     said = draft_loss(trainer.model, hidden, trainer.head, dataclasses.replace(targets, label=favourite), 1.0)
     agree = said.matched[targets.valid].float()
-    assert 0 < agree.sum() and not agree.all(), "a test that cannot fail"
+    assert agree.sum() > 0 and not agree.all(), "a test that cannot fail"
     torch.testing.assert_close(cold.acceptance[targets.valid], agree, atol=0.05, rtol=0)
     with pytest.raises(ValueError, match="temperature must be above 0"):
         make_trainer(tmp_path / "other", make_store(tmp_path / "features2"), temperature=0.0)
