@@ -84,7 +84,6 @@ def train(args: argparse.Namespace) -> int:
         texts=args.texts,
         anchors=args.anchors,
         lengths=args.lengths,
-        temperature=args.temperature,
         ce_share=0.0 if start else TrainSettings.ce_share,
         dtype="bfloat16" if llm.dtype is choose_dtype("auto", cpu) is torch.bfloat16 else "float32",
     )
@@ -217,12 +216,6 @@ def add_commands(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> 
         default="full",
         help="drafts that train the drafter: all of K, or every second one shorter, as they are served "
         "(default: %(default)s)",
-    )
-    made.add_argument(
-        "--temperature",
-        type=float,
-        default=1.0,
-        help="at which drafter and target are compared: lower for requests at low temperatures (default: %(default)s)",
     )
     made.add_argument("--learning-rate", type=float, default=3e-3)
     made.add_argument("--texts", type=int, default=4, help="texts a step")

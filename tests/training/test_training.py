@@ -24,7 +24,7 @@ from trtllm_forespark.training.losses import (
     draft_loss,
     position_weights,
 )
-from trtllm_forespark.training.trainer import Trainer, TrainSettings, at_temperature, lengths_of
+from trtllm_forespark.training.trainer import Trainer, TrainSettings, lengths_of
 
 from ..drafters.test_dflash2 import CONFIG, fill, hidden_of, make_runner
 
@@ -224,25 +224,6 @@ def test_lengths_cover_every_row_of_the_triangle() -> None:
     assert lengths_of(3, 1, "varied") == (1, 1)
     with pytest.raises(ValueError, match="'full' or 'varied', not 'short'"):
         lengths_of(0, 4, "short")
-
-
-def test_at_a_low_temperature_acceptance_is_whether_both_would_say_the_same(tmp_path) -> None:
-    logits = torch.tensor([[2.0, 1.0, 0.5], [0.1, 0.2, 0.9]])
-    torch.testing.assert_close(at_temperature(logits.softmax(-1), 0.4), (logits / 0.4).softmax(-1))
-    assert at_temperature(logits, 1.0) is logits
-    trainer = make_trainer(tmp_path / "run", make_store(tmp_path / "features"), temperature=1e-3)
-    texts = [trainer.store[5], trainer.store[6]]
-    batch = sample_anchors(texts, 8, CONFIG.block, np.random.default_rng(0))
-    targets = trainer.targets(batch, CONFIG.block)
-    favourite = targets.top_ids.gather(2, targets.top_probs.argmax(-1, keepdim=True)).squeeze(2)
-    hidden = torch.randn(*targets.valid.shape, CONFIG.hidden_size)
-    cold = draft_loss(trainer.model, hidden / 1e-3, trainer.head, targets, 1.0)
-    said = draft_loss(trainer.model, hidden, trainer.head, dataclasses.replace(targets, label=favourite), 1.0)
-    agree = said.matched[targets.valid].float()
-    assert agree.sum() > 0 and not agree.all(), "a test that cannot fail"
-    torch.testing.assert_close(cold.acceptance[targets.valid], agree, atol=0.05, rtol=0)
-    with pytest.raises(ValueError, match="temperature must be above 0"):
-        make_trainer(tmp_path / "other", make_store(tmp_path / "features2"), temperature=0.0)
 
 
 def test_training_goes_on_from_another_drafter_with_drafts_of_varied_lengths(tmp_path, fake_clock) -> None:

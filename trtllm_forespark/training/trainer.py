@@ -32,8 +32,6 @@ class TrainSettings:
     lambda_pre, lambda_post: weights of the estimators' losses. dtype: float32, or bfloat16 for the products (weights,
     losses and Adam's moments stay float32). lengths: of the drafts that train the drafter; "full" is the paper's
     (always K), with "varied" every second step's are as long as its row of the triangle: cheaper, and as served.
-    temperature: at which drafter and target are compared (1 is the paper's); a lower one cares for what both would most
-    probably say, as requests at low temperatures and greedy ones do.
     """
 
     minutes: float = 60.0
@@ -49,7 +47,6 @@ class TrainSettings:
     seed: int = 0
     dtype: str = "float32"
     lengths: str = "full"
-    temperature: float = 1.0
     log_every: int = 50
     save_every: int = 500
 
@@ -84,14 +81,6 @@ def lengths_of(step: int, block: int, lengths: str) -> tuple[int, int]:
     return row, row
 
 
-def at_temperature(probabilities: torch.Tensor, temperature: float) -> torch.Tensor:
-    """The most likely tokens' probabilities [..., 32] at temperature 1 -> at another. Below 1, what the others had is
-    taken as nothing."""
-    if temperature == 1.0:
-        return probabilities
-    return (probabilities.clamp(min=1e-8).log() / temperature).softmax(-1)
-
-
 class Trainer:
     """Holds a model, its optimiser and a store; `run` trains until the minutes are used or a signal comes."""
 
@@ -108,8 +97,6 @@ class Trainer:
     ) -> None:
         """embedding [V, H], head [V, H] and final_norm [H] of the target; float32, on the CPU. start: a trained drafter
         of the same configuration whose weights and draft vocabulary a new run takes over."""
-        if not settings.temperature > 0:
-            raise ValueError(f"training's temperature must be above 0, not {settings.temperature}")
         self.settings, self.store, self.output = settings, FeatureStores(stores), Path(output)
         self.output.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(settings.seed)
@@ -160,7 +147,7 @@ class Trainer:
             label=torch.where(labels >= 0, self.t2d[labels.clamp(min=0)], -1),
             valid=labels >= 0,
             top_ids=self.t2d[batch.top_ids[::every, :length]],
-            top_probs=at_temperature(batch.top_probs[::every, :length], self.settings.temperature),
+            top_probs=batch.top_probs[::every, :length],
             previous=batch.previous[::every, :length],
         )
 
@@ -182,9 +169,7 @@ class Trainer:
         embeddings = self.embedding[batch.anchor_tokens]
         hidden = draft_hidden(model, batch, context, keys_values, embeddings, drafted)
         targets = self.targets(batch, drafted)
-        # Head and selector are linear in the hidden states: divided, they give the drafter's logits at the temperature.
-        temperature = self.settings.temperature
-        draft = draft_loss(model, hidden / temperature, self.head, targets, total_variation)
+        draft = draft_loss(model, hidden, self.head, targets, total_variation)
 
         predecessor = model.candidate_selector.predecessor_codebook[targets.previous]
         post_logits = model.post_draft_estimator(hidden, predecessor)
@@ -198,8 +183,7 @@ class Trainer:
             with torch.no_grad():
                 short = draft_hidden(model, batch, context, keys_values, embeddings, length, every)
                 short_targets = self.targets(batch, length, every)
-                short_draft = draft_loss(model, short / temperature, self.head, short_targets, 1.0)
-                alpha, valid = short_draft.acceptance, short_targets.valid
+                alpha, valid = draft_loss(model, short, self.head, short_targets, 1.0).acceptance, short_targets.valid
         text_of_anchor = np.repeat(batch.text_offsets[:-1], np.diff(batch.anchor_offsets))
         rows = (torch.from_numpy(text_of_anchor) + batch.anchor_positions - 1)[::every]
         logits = model.pre_draft_estimator(context.detach()[rows], embeddings[::every])
