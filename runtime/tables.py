@@ -141,9 +141,8 @@ def measure(
     table = profile(
         verify,
         draft,
-        requests=sizes,
-        verify_per_request=[1, *(1 + d for d in lengths)],
-        draft_lengths=lengths,
+        verify=[(n, n + b) for n in sizes for b in sorted({0, 1, n // 2, *(n * d for d in lengths)})],
+        draft=[(n, n * (d + 1)) for n in sizes for d in lengths],
         timings=timings,
         interpolation="linear" if llm.device.type == "cpu" else "staircase",
         progress=lambda done, total: say(f"profile: round {done} of {total}"),

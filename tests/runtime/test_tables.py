@@ -30,7 +30,9 @@ class Machine:
 def run(path, machine: Machine, made_for: dict[str, str] = MADE_FOR) -> LatencyTable:
     kept = Timings(path, made_for)
     verify, draft = kept.of("verify", machine), kept.of("draft", machine)
-    table = profile(verify, draft, requests=[1, 2], verify_per_request=[1, 4], draft_lengths=[3], timings=3, **MADE_FOR)
+    table = profile(
+        verify, draft, verify=[(1, 1), (1, 4), (2, 2), (2, 8)], draft=[(1, 4), (2, 8)], timings=3, **MADE_FOR
+    )
     kept.done()
     return table
 

@@ -18,9 +18,8 @@ def small(interpolation: str = "staircase") -> LatencyTable:
     return profile(
         lambda n, t: 0.030 + 0.001 * t + 0.0005 * n,
         lambda n, t: 0.005 + 0.0002 * t,
-        requests=[1, 4],
-        verify_per_request=[1, 2, 4],
-        draft_lengths=[1, 3],
+        verify=[(n, n * k) for n in (1, 4) for k in (1, 2, 4)],
+        draft=[(n, n * k) for n in (1, 4) for k in (2, 4)],
         timings=3,
         interpolation=interpolation,  # type: ignore[arg-type]
         **MADE_FOR,
@@ -40,6 +39,18 @@ def test_linear_tables_interpolate_between_profiled_counts() -> None:
 def test_batch_sizes_between_measured_ones_are_interpolated() -> None:
     surface = Surface([Entry(4, 8, 0.01), Entry(8, 8, 0.03)], "staircase", "verify")
     np.testing.assert_allclose(surface.at([1, 4, 5, 6, 8], 8), [0.01, 0.01, 0.015, 0.02, 0.03])
+
+
+def test_linear_tables_mix_batch_sizes_at_equal_drafts() -> None:
+    """The first draft of a step is the dear one, whatever the batch."""
+    costs = {(4, 4): 10.0, (4, 5): 12.0, (4, 8): 13.5, (8, 8): 20.0, (8, 9): 22.0, (8, 16): 25.5}
+    surface = Surface([Entry(n, t, s) for (n, t), s in costs.items()], "linear", "verify")
+    np.testing.assert_allclose(surface.at(4, [4, 5, 8]), [10.0, 12.0, 13.5])
+    np.testing.assert_allclose(surface.at(8, [8, 9, 16]), [20.0, 22.0, 25.5])
+    np.testing.assert_allclose(surface.at(6, [6, 7, 10]), [15.0, 17.0, (13.5 + 23.5) / 2])
+    np.testing.assert_allclose(surface.at(2, [2, 3]), [10.0, 12.0], err_msg="below the smallest: as that one")
+    table = LatencyTable(surface, surface, "linear")
+    np.testing.assert_allclose(table.prices(6, 4, 6).verify_at(np.array([6, 7, 10])), [15.0, 17.0, 18.5])
 
 
 def test_past_the_last_bucket_is_linear_and_warns_once() -> None:
@@ -97,7 +108,7 @@ def test_profile_takes_the_median_and_counts_timings() -> None:
         calls.append((n, t))
         return 1.0 if len(calls) < 5 else 0.01 * t  # a slow start must not stay in the table
 
-    table = profile(measure, lambda n, t: 0.001, requests=[2], verify_per_request=[1, 3], draft_lengths=[2], timings=9)
+    table = profile(measure, lambda n, t: 0.001, verify=[(2, 2), (2, 6)], draft=[(2, 6)], timings=9)
     assert [(e.requests, e.tokens, e.timings) for e in table.verify.entries] == [(2, 2, 9), (2, 6, 9)]
     assert [(e.requests, e.tokens) for e in table.draft.entries] == [(2, 6)]
     np.testing.assert_allclose(table.verify_seconds(2, [2, 6]), [0.02, 0.06])

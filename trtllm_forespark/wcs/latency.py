@@ -1,10 +1,11 @@
 """Latency tables: what a draft and a verification cost (section 4.3, appendix B).
 
 T_verify is known by (requests, tokens of the pass), T_draft by (requests that draft, tokens with their anchor slots);
-drafting nothing costs nothing. Times are seconds. Between measured batch sizes costs are interpolated linearly at equal
-tokens; along tokens they are a staircase (CUDA graphs replay buckets of tokens; a bucket's border is the largest token
-count that costs that much) or linear between the profiled counts (a CPU, where each token costs). They never fall as
-tokens grow: what noise put out of order is pooled (isotonic regression, weighted by timings).
+drafting nothing costs nothing. Times are seconds. Along tokens costs are a staircase (CUDA graphs replay buckets of
+tokens; a bucket's border is the largest token count that costs that much) or linear between the profiled counts (a CPU,
+where each token costs, the first draft of a step most). Between measured batch sizes they are interpolated linearly, at
+equal tokens in a staircase, else at equal drafts. They never fall as tokens grow: what noise put out of order is pooled
+(isotonic regression, weighted by timings).
 """
 
 from __future__ import annotations
@@ -77,7 +78,14 @@ class Surface:
 
     def rows(self, requests: Array, tokens: Array) -> Array:
         """[r, t] seconds of each of `requests` [r] (>= 1) at each of `tokens` [t], in any order; never warns."""
-        return self._along_tokens(self.tokens, self._between_requests(requests), tokens)
+        requests = np.asarray(requests)
+        curves = []
+        for own, seconds in zip(self.requests, self.seconds, strict=True):
+            # At equal drafts (linear): as many tokens more or fewer as this batch size has more or fewer requests.
+            shift = own - requests if self.linear else np.zeros_like(requests)
+            at = np.add.outer(shift, tokens)
+            curves.append(self._along_tokens(self.tokens, seconds[None], at.ravel()).reshape(at.shape))
+        return self._between_requests(np.stack(curves), requests)
 
     def borders(self, limit: int) -> Array:
         """Token counts at which the cost changes its rule, up to the first >= `limit`; made up past the last bucket."""
@@ -89,16 +97,18 @@ class Surface:
         step = max(last - int(self.tokens[-2]) if len(self.tokens) > 1 else last, -(-(limit - last) // 256))
         return np.append(self.tokens, np.arange(last + step, limit + step, step))
 
-    def _between_requests(self, requests: Array) -> Array:
+    def _between_requests(self, curves: Array, requests: Array) -> Array:
+        """[R, r, t] what the measured batch sizes say for each of `requests` [r] -> [r, t]."""
+        which = np.arange(len(requests))
         if len(self.requests) == 1:
-            return np.repeat(self.seconds, len(requests), axis=0)
+            return np.asarray(curves[0])
         high = np.clip(np.searchsorted(self.requests, requests), 1, len(self.requests) - 1)
         low = high - 1
         part = np.maximum((requests - self.requests[low]) / (self.requests[high] - self.requests[low]), 0)[:, None]
-        curves = (1 - part) * self.seconds[low] + part * self.seconds[high]
+        between = (1 - part) * curves[low, which] + part * curves[high, which]
         # Beyond the largest batch measured: never cheaper than it, never falling.
-        beyond = np.maximum.accumulate(np.maximum(curves, self.seconds[-1]), axis=1)
-        return np.where(part > 1, beyond, curves)
+        beyond = np.maximum.accumulate(np.maximum(between, curves[-1]), axis=1)
+        return np.where(part > 1, beyond, between)
 
     def _along_tokens(self, known: Array, seconds: Array, tokens: Array) -> Array:
         """[r, len(known)] costs at `known` tokens -> [r, len(tokens)] at `tokens`."""
@@ -167,11 +177,9 @@ class LatencyTable:
         verify_tokens = _cover_zero(self.verify.borders(reach), self.verify.linear)
         verify = self.verify.rows(np.array([max(n, 1)]), verify_tokens)[0].astype(np.float32)
         linear = self.interpolation == "linear"
-        each = (
-            np.interp(np.arange(verify_tokens[-1] + 1), verify_tokens, verify).astype(np.float32)
-            if linear
-            else np.zeros(0)
-        )
+        each = np.zeros(0, np.float32)
+        if linear:  # at every count, since the costs of two batch sizes are mixed: their borders are not this one's
+            each = self.verify.rows(np.array([max(n, 1)]), np.arange(verify_tokens[-1] + 1))[0].astype(np.float32)
         draft_tokens, draft = draft_tokens[:columns], draft[: n + 1, :columns]
         falling = np.append(draft_tokens[::-1], 0).astype(np.int32)
         at_falling = np.concatenate([draft[:, ::-1], np.zeros((n + 1, 1))], axis=1).astype(np.float32)
@@ -290,9 +298,8 @@ def profile(
     measure_verify: Callable[[int, int], float],
     measure_draft: Callable[[int, int], float],
     *,
-    requests: Sequence[int],
-    verify_per_request: Sequence[int],
-    draft_lengths: Sequence[int],
+    verify: Sequence[tuple[int, int]],
+    draft: Sequence[tuple[int, int]],
     timings: int = 30,
     interpolation: Interpolation = "staircase",
     progress: Callable[[int, int], None] | None = None,
@@ -300,14 +307,14 @@ def profile(
 ) -> LatencyTable:
     """Measure a table: the median of `timings` passes an entry (appendix B: at least 30).
 
-    measure_verify(requests, tokens): seconds of one target pass; tokens = requests x one of `verify_per_request`
-    (1 = no drafts). measure_draft(requests, tokens): seconds of one drafter pass over requests x (d + 1) tokens, d from
-    `draft_lengths`. Passes go round the grid `timings` times, so that a slow minute does not land on one entry.
-    progress(done, all) is called after each round. made_for: device, model, drafter, dtype.
+    verify, draft: points (requests, tokens) to measure. measure_verify(requests, tokens): seconds of one target pass;
+    as many tokens as requests is a step without drafts. measure_draft(requests, tokens): seconds of one drafter pass,
+    an anchor slot a request among its tokens. Passes go round the points `timings` times, so that a slow minute does
+    not land on one entry. progress(done, all) is called after each round. made_for: device, model, drafter, dtype.
     """
-    grid = [(measure_verify, n, n * k) for n in requests for k in verify_per_request]
+    grid = [(measure_verify, *point) for point in verify]
     verify_points = len(grid)
-    grid += [(measure_draft, n, n * (d + 1)) for n in requests for d in draft_lengths]
+    grid += [(measure_draft, *point) for point in draft]
     measured: list[list[float]] = [[] for _ in grid]
     for done in range(timings):
         for times, (measure, n, tokens) in zip(measured, grid, strict=True):
