@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 _KEEP, _FADE = 0.97, 0.99
 #: What is believed of looking at first: so many steps of so much more than plain ones give.
 _BELIEF, _GAIN = 20.0, 1.1
-#: Evidence of steps passed over below which one is, to know what they give.
-_THIN = 0.5
+#: Evidence of steps passed over below which one is, to know what they give; what the table's word counts for at first.
+_THIN, _WORD = 0.5, 0.54
 #: The longest rest between two looks, in steps, and how many times its price a step may count for (one that stalled).
 _LONGEST_REST, _FURTHEST = 64, 2.0
 
@@ -37,8 +37,7 @@ class _Kind:
 @dataclass
 class _Load:
     looked: _Kind = field(default_factory=lambda: _Kind(_BELIEF * _GAIN, _BELIEF, _BELIEF))
-    # Before any step was passed over: the table's word.
-    passed: _Kind = field(default_factory=lambda: _Kind(1.0, 1.0, 1.0))
+    passed: _Kind = field(default_factory=lambda: _Kind(_WORD, _WORD, _WORD))
     rest: int = 1
 
     @property
