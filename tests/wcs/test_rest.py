@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import numpy as np
+import pytest
+
 from trtllm_forespark.wcs.rest import Rest
 
 
@@ -18,8 +21,20 @@ def test_the_rate_decides_not_the_tokens() -> None:
     assert look(Rest(), 4, 8, 1.5, 400).count("r") < 9
 
 
-def test_little_evidence_is_no_reason_to_rest() -> None:
-    assert look(Rest(), 4, 4, 1.2, 8) == "l" * 8
+@pytest.mark.parametrize(("n", "gain", "least", "most"), [(1, 1.25, 0, 40), (4, 1.08, 0, 40), (4, 0.85, 250, 399)])
+def test_luck_is_no_reason_to_rest(n: int, gain: float, least: int, most: int) -> None:
+    """Tokens of a step are random: half of the requests get a second one."""
+    rests = []
+    for seed in range(20):
+        rest, random = Rest(), np.random.default_rng(seed)
+        rests.append(0)
+        for _ in range(400):
+            passes = rest.skips(n)
+            rests[-1] += passes
+            tokens = n if passes else n + random.binomial(n, 0.5)
+            seconds = 1.0 if passes else 1.5 / gain
+            rest.saw(n, not passes, tokens, seconds, seconds, 1.0)
+    assert least <= np.mean(rests) <= most
 
 
 def test_the_tables_word_is_soon_put_to_the_test() -> None:

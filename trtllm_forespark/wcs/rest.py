@@ -7,12 +7,14 @@ its time is preferred; the other is tried now and then.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 
 #: What a step leaves of older evidence of its own kind and of the other kind.
 _KEEP, _FADE = 0.97, 0.99
-#: What is believed of looking at first: so many steps of so much more than plain ones give.
-_BELIEF, _GAIN = 20.0, 1.1
+#: Looks that are believed to have given what the table says of a plain step, before any; and the standard deviation of
+#: what a request is believed to get in one.
+_BELIEF, _SPREAD = 8.0, 0.5
 #: Evidence of steps passed over below which one is, to know what they give; what the table's word counts for at first.
 _THIN, _WORD = 0.5, 0.54
 #: The longest rest between two looks, in steps, and how many times its price a step may count for (one that stalled).
@@ -21,28 +23,45 @@ _LONGEST_REST, _FURTHEST = 64, 2.0
 
 @dataclass
 class _Kind:
-    """Decayed sums over the steps of one kind: tokens a request, time over that of the table's plain step, steps."""
+    """Decayed sums over the steps of one kind: steps, tokens a request and their squares, time over that of the table's
+    plain step."""
 
-    tokens: float = 0.0
-    time: float = 0.0
-    steps: float = 0.0
+    steps: float
+    tokens: float
+    squares: float
+    time: float
 
     def fade(self, share: float) -> None:
-        self.tokens, self.time, self.steps = share * self.tokens, share * self.time, share * self.steps
+        self.steps, self.tokens = share * self.steps, share * self.tokens
+        self.squares, self.time = share * self.squares, share * self.time
 
     def add(self, tokens: float, time: float) -> None:
-        self.tokens, self.time, self.steps = self.tokens + tokens, self.time + time, self.steps + 1
+        self.steps, self.tokens = self.steps + 1, self.tokens + tokens
+        self.squares, self.time = self.squares + tokens**2, self.time + time
+
+    @property
+    def chance(self) -> float:
+        """Standard error of the tokens, as a share of them."""
+        variance = max(self.squares / self.steps - (self.tokens / self.steps) ** 2, 0.0)
+        return math.sqrt(variance * self.steps) / self.tokens
 
 
 @dataclass
 class _Load:
-    looked: _Kind = field(default_factory=lambda: _Kind(_BELIEF * _GAIN, _BELIEF, _BELIEF))
-    passed: _Kind = field(default_factory=lambda: _Kind(_WORD, _WORD, _WORD))
+    looked: _Kind
+    passed: _Kind
     rest: int = 1
+
+    @classmethod
+    def new(cls, n: int) -> _Load:
+        squares = _BELIEF * (1 + _SPREAD**2 / n)
+        return cls(_Kind(_BELIEF, _BELIEF, squares, _BELIEF), _Kind(_WORD, _WORD, _WORD, _WORD))
 
     @property
     def looking_pays(self) -> bool:
-        return self.looked.tokens * self.passed.time >= self.passed.tokens * self.looked.time
+        """Unless it is worse by more than chance explains."""
+        tokens = self.looked.tokens * (1 + self.looked.chance)
+        return tokens * self.passed.time >= self.passed.tokens * self.looked.time
 
 
 class Rest:
@@ -65,7 +84,7 @@ class Rest:
         if self._left > 0:
             self._left -= 1
             return True
-        return self._at(load).passed.steps < _THIN
+        return self._at(n).passed.steps < _THIN
 
     def saw(self, n: int, looked: bool, tokens: int, seconds: float, price: float, plain: float) -> None:
         """One step of n requests, looked at or passed over: tokens it gave, seconds it took in all, what the table says
@@ -75,8 +94,7 @@ class Rest:
         first, self._rested = looked and self._rested, not looked
         if first:
             return
-        load = n.bit_length()
-        known = self._at(load)
+        known = self._at(n)
         mine, other = (known.looked, known.passed) if looked else (known.passed, known.looked)
         mine.fade(_KEEP)
         other.fade(_FADE)
@@ -84,8 +102,11 @@ class Rest:
         if looked and known.looking_pays:
             known.rest = 1
         elif looked:
-            self._left, self._resting = known.rest, load
+            self._left, self._resting = known.rest, n.bit_length()
             known.rest = min(2 * known.rest, _LONGEST_REST)
 
-    def _at(self, load: int) -> _Load:
-        return self._loads.setdefault(load, _Load())
+    def _at(self, n: int) -> _Load:
+        load = n.bit_length()
+        if load not in self._loads:
+            self._loads[load] = _Load.new(n)
+        return self._loads[load]
