@@ -62,20 +62,21 @@ class GroupedConvolution(nn.Module):
             self.base_kernel[:, 0] = 1.0
             self.kernel_projection.weight.zero_()
 
-    def kernels(self, x: torch.Tensor, taps: Taps) -> torch.Tensor:
-        """x [S, H] -> each slot's kernels before and after the sublayer [S, 2, taps, groups, H / groups]."""
-        offsets = self.kernel_projection(x).view(x.shape[0], 2, self.taps, self.groups, 1)
-        kernels = self.base_kernel.view(2, self.taps, self.groups, -1) + offsets
+    def kernels(self, x: torch.Tensor, taps: Taps) -> tuple[torch.Tensor, ...]:
+        """x [S, H] -> each slot's kernels [S, groups, H / groups], by tap, those before the sublayer first."""
+        offsets = self.kernel_projection(x).view(x.shape[0], 2 * self.taps, self.groups, 1)
+        kernels = self.base_kernel.view(2 * self.taps, self.groups, -1) + offsets
         for tap, inside in enumerate(taps.inside, 1):
-            kernels[:, :, tap].mul_(inside)
-        return kernels
+            kernels[:, tap :: self.taps].mul_(inside)
+        return kernels.unbind(1)
 
-    def forward(self, x: torch.Tensor, kernels: torch.Tensor, side: int, taps: Taps) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, kernels: tuple[torch.Tensor, ...], side: int, taps: Taps) -> torch.Tensor:
         """x [S, H], side 0 before and 1 after the sublayer."""
         grouped = x.view(x.shape[0], self.groups, -1)
-        out = grouped * kernels[:, side, 0]
-        for tap, previous in enumerate(taps.previous, 1):
-            out = torch.addcmul(out, grouped.index_select(0, previous), kernels[:, side, tap])
+        own, *earlier = kernels[side * self.taps : (side + 1) * self.taps]
+        out = grouped * own
+        for previous, kernel in zip(taps.previous, earlier, strict=True):
+            out = torch.addcmul(out, grouped.index_select(0, previous), kernel)
         return out.view_as(x)
 
 

@@ -57,6 +57,19 @@ class Blocks:
         return first + np.minimum(np.arange(self.d.max())[:, None], self.d - 1)
 
 
+def walk(choice: np.ndarray, at: Blocks) -> np.ndarray:
+    """Follow choices [D, P] (where each predecessor column leads, -1 for nowhere) -> columns taken [m, longest].
+
+    On the host: some thousand integers, and a step a position.
+    """
+    column = np.zeros(len(at.d), np.int64)
+    steps = []
+    for rows in at.walk():
+        steps.append(choice[rows, column])
+        column = np.maximum(steps[-1], 0)
+    return np.stack(steps, 1)
+
+
 class BlockAttention:
     """`Attend` while serving: a request's block sees its paged context and itself, never a neighbour.
 
@@ -173,7 +186,8 @@ class DFlash2Runner:
 
         # A position's predecessor is one of the candidates before it (the anchor before the first): a token is drawn
         # for each of them at once, then the walk follows the drawn columns.
-        at_first = self._to(at.position == 1)
+        first = at.position == 1
+        at_first = self._to(first)
         anchors = self._to(np.asarray(context.anchors)[at.who[at.owner]])
         before = torch.where(at_first[:, None], anchors[:, None], candidates.roll(1, 0))
         scores = selector.scores(top.values, selector.hidden_projection(h), before, top.indices)
@@ -183,16 +197,17 @@ class DFlash2Runner:
             self._to(np.repeat(at.who[at.owner], width)),
             self._to(np.repeat(at.position, width)),
         )
-        steps = self._walk(choice.view(-1, width), at)
-        column = steps[self._to(at.owner), self._to(at.position - 1)].clamp(min=0)
-        came_from = column.roll(1).masked_fill(at_first, 0)[:, None]
-        tokens = candidates.gather(1, column[:, None]).squeeze(1)
+        steps = walk(choice.view(-1, width).cpu().numpy(), at)
+        taken = np.maximum(steps[at.owner, at.position - 1], 0)
+        column = self._to(taken)[:, None]
+        came_from = self._to(np.where(first, 0, np.roll(taken, 1)))[:, None]
+        tokens = candidates.gather(1, column).squeeze(1)
         previous = before.gather(1, came_from).squeeze(1)
         proposal = q.view(len(h), width, width).gather(1, came_from[:, :, None].expand(-1, 1, width)).squeeze(1)
         raw = self.model.post_draft_estimator(h, selector.predecessor_codebook[previous])
 
         # The controller decides on the host: what it reads goes there now.
-        drawn = (steps.cpu().numpy() >= 0) & (np.arange(steps.shape[1]) < at.d[:, None])
+        drawn = (steps >= 0) & (np.arange(steps.shape[1]) < at.d[:, None])
         reach = np.zeros(n, np.int64)
         reach[at.who] = np.logical_and.accumulate(drawn, axis=1).sum(axis=1)
         post[at.who[at.owner], at.position - 1] = raw.cpu().numpy()
@@ -204,15 +219,6 @@ class DFlash2Runner:
             tokens, candidates, proposal = tokens[index], candidates[index], proposal[index]
         cu = torch.from_numpy(np.concatenate([[0], np.cumsum(reach)]))
         return Draft(tokens, cu, candidates, proposal, torch.from_numpy(survival)), torch.from_numpy(post)
-
-    def _walk(self, choice: torch.Tensor, at: Blocks) -> torch.Tensor:
-        """Follow choices [D, P] (where each predecessor column leads, -1 for nowhere) -> columns taken [m, longest]."""
-        column = self._to(np.zeros(len(at.d), np.int64))
-        steps = []
-        for rows in self._to(at.walk()):
-            steps.append(choice[rows, column])
-            column = steps[-1].clamp(min=0)
-        return torch.stack(steps, 1)
 
     def _hidden(self, context: DraftContext, at: Blocks, page_table: np.ndarray) -> torch.Tensor:
         """Hidden states [S, H] of the packed blocks."""

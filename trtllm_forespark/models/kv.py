@@ -28,6 +28,7 @@ class PagedKV:
         self.num_layers, self.num_pages, self.num_kv_heads, self.page_size, self.head_dim = shape
         # Zeros, not empty: masked keys are multiplied by weight 0, and 0 * NaN would be NaN.
         self._data = torch.zeros(*shape[:4], 2, head_dim, dtype=dtype, device=device)
+        self._head_rows = page_size * torch.arange(num_kv_heads, device=device)
         self._flat = [layer.view(-1, 2 * head_dim) for layer in self._data]
 
     @property
@@ -65,9 +66,10 @@ class PagedKV:
         return self._rows(slots).transpose(-1, -2).reshape(-1)
 
     def _rows(self, slots: torch.Tensor) -> torch.Tensor:
-        page, offset = slots // self.page_size, slots % self.page_size
-        heads = torch.arange(self.num_kv_heads, device=slots.device)
-        return (page.unsqueeze(-1) * self.num_kv_heads + heads) * self.page_size + offset.unsqueeze(-1)
+        # (page * heads + head) * page_size + offset, where a slot is page * page_size + offset
+        page = slots // self.page_size
+        first = torch.add(slots, page, alpha=(self.num_kv_heads - 1) * self.page_size)
+        return first.unsqueeze(-1) + self._head_rows
 
     def write_rows(self, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k, v [T, kv_heads, head_dim] at `rows` (from `rows()`)."""
