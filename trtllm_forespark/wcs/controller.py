@@ -216,7 +216,8 @@ class WcsController:
         verified = num_tokens + int(np.asarray(selection.verified_lengths).sum())
         draft_price = float(prices.draft_at(drafting, total + drafting)) if drafting else 0.0
         verify_price = float(prices.verify_at(verified))
-        self.pace.saw(**({"draft": (draft, draft_price), "verify": (verify, verify_price)} if drafting else {}))
+        times = {"draft": (draft, draft_price), "verify": (verify, verify_price)} if drafting else {}
+        self.pace.saw(**times)
         if self.rest is not None and plan.looked is not None:
             price, plain = draft_price + verify_price, float(prices.verify_at(n))
             self.rest.saw(n, plan.looked, tokens, whole, price, plain)
