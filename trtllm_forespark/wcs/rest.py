@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-#: What a step leaves of older evidence of its own kind and of the other kind.
-_KEEP, _FADE = 0.97, 0.99
+#: What a step leaves of older evidence of its own kind; what a look leaves of that of steps passed over, and these of
+#: that of looks (few, and dear).
+_KEEP, _FADE_PASSED, _FADE_LOOKED = 0.97, 0.99, 0.998
 #: Looks that are believed to have given what the table says of a plain step, before any; and the standard deviation of
 #: what a request is believed to get in one.
 _BELIEF, _SPREAD = 8.0, 0.5
@@ -95,9 +96,9 @@ class Rest:
         if first:
             return
         known = self._at(n)
-        mine, other = (known.looked, known.passed) if looked else (known.passed, known.looked)
-        mine.fade(_KEEP)
-        other.fade(_FADE)
+        known.looked.fade(_KEEP if looked else _FADE_LOOKED)
+        known.passed.fade(_FADE_PASSED if looked else _KEEP)
+        mine = known.looked if looked else known.passed
         mine.add(tokens / n, min(seconds, _FURTHEST * price) / plain)
         if looked and known.looking_pays:
             known.rest = 1
