@@ -36,6 +36,10 @@ class _Kind:
         self.steps, self.tokens = share * self.steps, share * self.tokens
         self.squares, self.time = share * self.squares, share * self.time
 
+    def worth(self, steps: float) -> _Kind:
+        """The same, as if it came from so many steps."""
+        return _Kind(*(steps / self.steps * x for x in (self.steps, self.tokens, self.squares, self.time)))
+
     def add(self, tokens: float, time: float) -> None:
         self.steps, self.tokens = self.steps + 1, self.tokens + tokens
         self.squares, self.time = self.squares + tokens**2, self.time + time
@@ -55,8 +59,12 @@ class _Load:
 
     @classmethod
     def new(cls, n: int) -> _Load:
-        squares = _BELIEF * (1 + _SPREAD**2 / n)
-        return cls(_Kind(_BELIEF, _BELIEF, squares, _BELIEF), _Kind(_WORD, _WORD, _WORD, _WORD))
+        looked = _Kind(1.0, 1.0, 1 + _SPREAD**2 / n, 1.0)
+        return cls(looked.worth(_BELIEF), _Kind(1.0, 1.0, 1.0, 1.0).worth(_WORD))
+
+    def neighbour(self) -> _Load:
+        """What is believed of a load next to this one."""
+        return _Load(self.looked.worth(_BELIEF), self.passed.worth(_WORD))
 
     @property
     def looking_pays(self) -> bool:
@@ -66,7 +74,8 @@ class _Load:
 
 
 class Rest:
-    """Loads are told apart by the powers of two; what is learnt about one waits for the next batch of its size.
+    """Loads are told apart by half octaves, and a new one begins with what is known of the nearest; what is learnt about
+    one waits for the next batch of its size.
 
     Each look after which looking still does not pay doubles the rest before the next one. The first look after a rest
     is not judged: it also pays for what the rest put off (the drafter's context of all the tokens since).
@@ -79,13 +88,13 @@ class Rest:
 
     def skips(self, n: int) -> bool:
         """Whether this step of n decoding requests is to be passed over. Ask once a step."""
-        load = n.bit_length()
-        if load < self._resting:
-            self._left = 0  # a smaller load: drafts may pay
+        known = self._at(n)
+        if _load(n) < self._resting and known.looking_pays:
+            self._left = 0  # the load has fallen
         if self._left > 0:
             self._left -= 1
             return True
-        return self._at(n).passed.steps < _THIN
+        return known.passed.steps < _THIN
 
     def saw(self, n: int, looked: bool, tokens: int, seconds: float, price: float, plain: float) -> None:
         """One step of n requests, looked at or passed over: tokens it gave, seconds it took in all, what the table says
@@ -103,11 +112,18 @@ class Rest:
         if looked and known.looking_pays:
             known.rest = 1
         elif looked:
-            self._left, self._resting = known.rest, n.bit_length()
+            self._left, self._resting = known.rest, _load(n)
             known.rest = min(2 * known.rest, _LONGEST_REST)
 
     def _at(self, n: int) -> _Load:
-        load = n.bit_length()
+        load = _load(n)
         if load not in self._loads:
-            self._loads[load] = _Load.new(n)
+            nearest = min(self._loads, key=lambda other: abs(other - load), default=None)
+            near = nearest is not None and abs(nearest - load) <= 2
+            self._loads[load] = self._loads[nearest].neighbour() if near else _Load.new(n)  # type: ignore[index]
         return self._loads[load]
+
+
+def _load(n: int) -> int:
+    """Half octaves: 1, 2, 3, 4, 5-6, 7-9, 10-13, 14-19, …"""
+    return round(2 * math.log2(n))
