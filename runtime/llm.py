@@ -26,6 +26,10 @@ Prompt = str | Sequence[int]
 Say = Callable[[str], None]
 
 
+#: Row counts that a CPU meets before the first request.
+WARM_ROWS = 64
+
+
 class LLM:
     """A target, its drafter and an executor under one policy.
 
@@ -69,6 +73,8 @@ class LLM:
             num_pages=-(-tokens // page_size),
             page_size=page_size,
         )
+        if self.device.type == "cpu":
+            self.backend.warm(WARM_ROWS)
         self.mean_survival = drafter[1].mean_survival if drafter else None
         self._table: LatencyTable | None = None
         self._ids = itertools.count()

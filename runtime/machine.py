@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 from functools import cache
 from pathlib import Path
@@ -70,6 +71,7 @@ def prepare_allocator() -> None:
 
     By default glibc returns large blocks to the kernel and takes them again, page fault by page fault, at every step.
     """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8192")  # read at the first product; see TorchBackend.warm
     try:
         libc = ctypes.CDLL("libc.so.6")
         m_trim_threshold, m_mmap_threshold = -1, -3

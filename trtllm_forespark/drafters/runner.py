@@ -137,6 +137,19 @@ class DFlash2Runner:
             self.kv.write_rows(layer, rows, key, value)
         return context
 
+    def warm(self, rows: int) -> None:
+        """Every kind of product a pass over ``rows`` slots makes, once (see `TorchBackend.warm`)."""
+        model, config = self.model, self.model.config
+        positions = self._to(np.zeros(rows, np.int64))
+        context = model.fuse(self.embedding.new_zeros(rows, len(config.capture_layers), config.hidden_size))
+        model.context_keys_values(context, model.rotary(positions))
+        self.estimate_logits(positions, context)
+        hidden = model(torch.zeros_like(context), positions, positions, lambda layer, query, key, value: query)
+        self.head(hidden)
+        selector = model.candidate_selector
+        selector.hidden_projection(hidden)
+        model.post_draft_estimator(hidden, selector.predecessor_codebook[positions])
+
     def estimate_logits(self, anchors: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """Raw pre-draft logits z [n, outputs] (eq. 2), float32; anchors [n], features c [n, H]."""
         return self.model.pre_draft_estimator(features, self.embedding[anchors]).float()

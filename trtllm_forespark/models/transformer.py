@@ -211,6 +211,16 @@ class PackedTransformer:
         per_layer = [(layer.qkv, layer.output, *layer.mlp.linears()) for layer in self.layers]
         return [linear for group in per_layer for linear in group] + [self._head]
 
+    def warm(self, rows: int) -> None:
+        """Every kind of product a pass over ``rows`` tokens makes, once (see `TorchBackend.warm`)."""
+        layer, hidden = self.layers[0], self.config.hidden_size
+        x = torch.zeros(rows, hidden, dtype=self.dtype, device=self.device)
+        layer.qkv(x)
+        attended = self.config.num_heads * self.config.head_dim
+        layer.output(torch.zeros(rows, attended, dtype=self.dtype, device=self.device), add=x)
+        layer.mlp(x, add=x)
+        self.lm_head(x)
+
     @property
     def bytes(self) -> int:
         """Bytes of the weights held, the plain embedding table beside the packed head included."""

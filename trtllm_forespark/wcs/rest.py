@@ -74,8 +74,8 @@ class _Load:
 
 
 class Rest:
-    """Loads are told apart by half octaves, and a new one begins with what is known of the nearest; what is learnt about
-    one waits for the next batch of its size.
+    """Loads are told apart by half octaves, and a new one begins with what is known of the nearest; what is learnt
+    about one waits for the next batch of its size.
 
     Each look after which looking still does not pay doubles the rest before the next one. The first look after a rest
     is not judged: it also pays for what the rest put off (the drafter's context of all the tokens since).
