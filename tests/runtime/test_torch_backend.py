@@ -118,3 +118,17 @@ def test_nothing_committed_and_nothing_drafted(target: PackedTransformer) -> Non
     assert backend.draft(batch, [0], greedy_choice).cu_lengths.tolist() == [0, 0]
     with pytest.raises(RuntimeError, match="without a captured pass"):
         backend.commit([1])
+
+
+def test_warming_up_leaves_nothing_behind(target: PackedTransformer) -> None:
+    drafts = []
+    for warmed in (False, True):
+        backend = make(target)
+        if warmed:
+            backend.warm(5)
+            assert not backend.kv.k.any() and not backend.kv.v.any() and backend.runner is not None
+            assert not backend.runner.kv.k.any()
+        feed(backend, [0], [[0, 1]], [[5, 6, 7, 8]], 0)
+        drafts.append(draft(backend, 0, [0, 1], 9, 4)[0])
+    torch.testing.assert_close(drafts[0].token_ids, drafts[1].token_ids)
+    np.testing.assert_allclose(drafts[0].survival, drafts[1].survival)
