@@ -11,6 +11,7 @@ import torch
 
 from trtllm_forespark.config import EngineConfig
 from trtllm_forespark.drafters.checkpoint import load_drafter
+from trtllm_forespark.models.linear import packing_available
 from trtllm_forespark.models.registry import default_drafter, load_model, locate_drafter
 from trtllm_forespark.runtime import tables
 from trtllm_forespark.runtime.backends.torch_backend import TorchBackend
@@ -73,7 +74,7 @@ class LLM:
             num_pages=-(-tokens // page_size),
             page_size=page_size,
         )
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and packing_available(self.dtype):
             self.backend.warm(WARM_ROWS)
         self.mean_survival = drafter[1].mean_survival if drafter else None
         self._table: LatencyTable | None = None

@@ -51,23 +51,16 @@ class Blocks:
         """[m + 1]."""
         return np.append(self.starts, len(self.index))
 
-    def walk(self) -> np.ndarray:
-        """[longest, m] packed draft row of each block at each position (its last where it is shorter)."""
+    def walk(self, choice: np.ndarray) -> np.ndarray:
+        """Follow choices [D, P] (where each predecessor column leads, -1 for nowhere) -> columns taken [m, longest],
+        a shorter block's last row read again. On the host: some thousand integers, and a step a position."""
         first = np.cumsum(self.d) - self.d
-        return first + np.minimum(np.arange(self.d.max())[:, None], self.d - 1)
-
-
-def walk(choice: np.ndarray, at: Blocks) -> np.ndarray:
-    """Follow choices [D, P] (where each predecessor column leads, -1 for nowhere) -> columns taken [m, longest].
-
-    On the host: some thousand integers, and a step a position.
-    """
-    column = np.zeros(len(at.d), np.int64)
-    steps = []
-    for rows in at.walk():
-        steps.append(choice[rows, column])
-        column = np.maximum(steps[-1], 0)
-    return np.stack(steps, 1)
+        column = np.zeros(len(self.d), np.int64)
+        steps = []
+        for position in range(self.d.max()):
+            steps.append(choice[first + np.minimum(position, self.d - 1), column])
+            column = np.maximum(steps[-1], 0)
+        return np.stack(steps, 1)
 
 
 class BlockAttention:
@@ -210,7 +203,7 @@ class DFlash2Runner:
             self._to(np.repeat(at.who[at.owner], width)),
             self._to(np.repeat(at.position, width)),
         )
-        steps = walk(choice.view(-1, width).cpu().numpy(), at)
+        steps = at.walk(choice.view(-1, width).cpu().numpy())
         taken = np.maximum(steps[at.owner, at.position - 1], 0)
         column = self._to(taken)[:, None]
         came_from = self._to(np.where(first, 0, np.roll(taken, 1)))[:, None]

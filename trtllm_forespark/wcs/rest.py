@@ -118,9 +118,9 @@ class Rest:
     def _at(self, n: int) -> _Load:
         load = _load(n)
         if load not in self._loads:
-            nearest = min(self._loads, key=lambda other: abs(other - load), default=None)
-            near = nearest is not None and abs(nearest - load) <= 2
-            self._loads[load] = self._loads[nearest].neighbour() if near else _Load.new(n)  # type: ignore[index]
+            near = [other for other in self._loads if abs(other - load) <= 2]
+            nearest = min(near, key=lambda other: abs(other - load), default=None)
+            self._loads[load] = _Load.new(n) if nearest is None else self._loads[nearest].neighbour()
         return self._loads[load]
 
 
