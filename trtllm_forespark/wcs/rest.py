@@ -16,8 +16,11 @@ _KEEP, _FADE_PASSED, _FADE_LOOKED = 0.97, 0.99, 0.998
 #: Looks that are believed to have given what the table says of a plain step, before any; and the standard deviation of
 #: what a request is believed to get in one.
 _BELIEF, _SPREAD = 8.0, 0.5
-#: Evidence of steps passed over below which one is, to know what they give; what the table's word counts for at first.
-_THIN, _WORD = 0.5, 0.54
+#: What the table's word for a step passed over counts for at first; evidence of such steps below which one is passed
+#: over, to know what they give: little where looking gives more by `_CLEARLY` (or `_LOOKS` have not told), else more.
+_WORD, _THIN, _CLOSE, _CLEARLY, _LOOKS = 0.54, 0.5, 4.0, 1.15, 16
+#: How many standard errors looking must be worse before it rests.
+_DOUBT = 0.5
 #: The longest rest between two looks, in steps, and how many times its price a step may count for (one that stalled).
 _LONGEST_REST, _FURTHEST = 64, 2.0
 
@@ -40,6 +43,10 @@ class _Kind:
         """The same, as if it came from so many steps."""
         return _Kind(*(steps / self.steps * x for x in (self.steps, self.tokens, self.squares, self.time)))
 
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.time
+
     def add(self, tokens: float, time: float) -> None:
         self.steps, self.tokens = self.steps + 1, self.tokens + tokens
         self.squares, self.time = self.squares + tokens**2, self.time + time
@@ -53,8 +60,12 @@ class _Kind:
 
 @dataclass
 class _Load:
+    """What is known of a load; ``believed``: only what the table says, whose level this run's first step puts right."""
+
     looked: _Kind
     passed: _Kind
+    believed: bool = True
+    looks: int = 0
     rest: int = 1
 
     @classmethod
@@ -64,13 +75,22 @@ class _Load:
 
     def neighbour(self) -> _Load:
         """What is believed of a load next to this one."""
-        return _Load(self.looked.worth(_BELIEF), self.passed.worth(_WORD))
+        return _Load(self.looked.worth(_BELIEF), self.passed.worth(_WORD), self.believed, self.looks)
+
+    def scale(self, level: float) -> None:
+        """The table's times are off by this factor here."""
+        self.looked.time, self.passed.time, self.believed = level * self.looked.time, level * self.passed.time, False
 
     @property
     def looking_pays(self) -> bool:
         """Unless it is worse by more than chance explains."""
-        tokens = self.looked.tokens * (1 + self.looked.chance)
-        return tokens * self.passed.time >= self.passed.tokens * self.looked.time
+        return self.looked.rate * (1 + _DOUBT * self.looked.chance) >= self.passed.rate
+
+    @property
+    def passed_is_thin(self) -> bool:
+        """Whether too little is known of steps passed over: the closer the two kinds, the more must be."""
+        clear = self.looks < _LOOKS or self.looked.rate > _CLEARLY * self.passed.rate
+        return self.passed.steps < (_THIN if clear else _CLOSE)
 
 
 class Rest:
@@ -94,7 +114,7 @@ class Rest:
         if self._left > 0:
             self._left -= 1
             return True
-        return known.passed.steps < _THIN
+        return known.passed_is_thin
 
     def saw(self, n: int, looked: bool, tokens: int, seconds: float, price: float, plain: float) -> None:
         """One step of n requests, looked at or passed over: tokens it gave, seconds it took in all, what the table says
@@ -105,6 +125,9 @@ class Rest:
         if first:
             return
         known = self._at(n)
+        if known.believed:
+            known.scale(min(max(seconds / price, 1 / _FURTHEST), _FURTHEST))
+        known.looks += looked
         known.looked.fade(_KEEP if looked else _FADE_LOOKED)
         known.passed.fade(_FADE_PASSED if looked else _KEEP)
         mine = known.looked if looked else known.passed
