@@ -37,7 +37,7 @@ class LatencyTableError(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """One measured point: `seconds` is the median of `timings` passes over `tokens` tokens of `requests` requests."""
+    """One measured point: `seconds` is the lower quartile of `timings` passes over `tokens` tokens of `requests` requests."""
 
     requests: int
     tokens: int
@@ -305,7 +305,10 @@ def profile(
     progress: Callable[[int, int], None] | None = None,
     **made_for: str,
 ) -> LatencyTable:
-    """Measure a table: the median of `timings` passes an entry (appendix B: at least 30).
+    """Measure a table: the lower quartile of `timings` passes an entry (appendix B: the median of at least 30).
+
+    What disturbs a pass makes it slower, never faster, and neighbours on a shared machine disturb whole minutes: of few
+    passes the median is then of the disturbed ones for some entries and not for others.
 
     verify, draft: points (requests, tokens) to measure. measure_verify(requests, tokens): seconds of one target pass;
     as many tokens as requests is a step without drafts. measure_draft(requests, tokens): seconds of one drafter pass,
@@ -322,7 +325,7 @@ def profile(
         if progress is not None:
             progress(done + 1, timings)
     entries = [
-        Entry(n, tokens, float(np.median(times)), len(times))
+        Entry(n, tokens, float(np.quantile(times, 0.25)), len(times))
         for times, (_, n, tokens) in zip(measured, grid, strict=True)
     ]
     return LatencyTable(

@@ -31,7 +31,7 @@ Ints = npt.NDArray[np.integer]
 Lengths = npt.NDArray[np.int64]
 
 #: Up to this many slots (n x K) every total is a candidate; above it one for each pair of buckets.
-EXACT_SLOTS = 256
+EXACT_SLOTS = 24
 #: Survival values sorted, at most, to price candidates by their rows (about 20 microseconds).
 PRICED_SLOTS = 4096
 #: Totals tried at once where latencies are linear in tokens, and tried again around the best of them.
