@@ -37,7 +37,7 @@ class LatencyTableError(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """One measured point: `seconds`, the lower quartile of `timings` passes over `tokens` tokens of `requests` requests."""
+    """One measured point; seconds: the lower quartile of `timings` passes."""
 
     requests: int
     tokens: int
