@@ -131,23 +131,23 @@ def measure(
     probe = Probe(llm.backend, context, max_requests or USUAL_REQUESTS)
     sizes = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n <= probe.max_requests]
     lengths = [d for d in (1, 2, 3, 5, 7, 10, 15, 23, 31) if d <= spec.block]
-    probe.verify(sizes[-1], sizes[-1])  # the first pass pays for memory
-    probe.draft(sizes[-1], 2 * sizes[-1])
     kept = Timings(log, {**llm.identity, "context": context, "timings": timings}) if log else None
     if kept and kept.resumed:
         say(f"profile: {kept.resumed} times of an earlier run are taken up")
-    verify = kept.of("verify", probe.verify) if kept else probe.verify
-    draft = kept.of("draft", probe.draft) if kept else probe.draft
-    table = profile(
-        verify,
-        draft,
-        verify=[(n, n + b) for n in sizes for b in sorted({0, 1, n // 2, *(n * d for d in lengths)})],
-        draft=[(n, n * (d + 1)) for n in sizes for d in lengths],
-        timings=timings,
-        interpolation="linear" if llm.device.type == "cpu" else "staircase",
-        progress=lambda done, total: say(f"profile: round {done} of {total}"),
-        **llm.identity,
-    )
+    try:
+        probe.draft(sizes[-1], 2 * sizes[-1])  # the first passes pay for memory
+        table = profile(
+            kept.of("verify", probe.verify) if kept else probe.verify,
+            kept.of("draft", probe.draft) if kept else probe.draft,
+            verify=[(n, n + b) for n in sizes for b in sorted({0, 1, n // 2, *(n * d for d in lengths)})],
+            draft=[(n, n * (d + 1)) for n in sizes for d in lengths],
+            timings=timings,
+            interpolation="linear" if llm.device.type == "cpu" else "staircase",
+            progress=lambda done, total: say(f"profile: round {done} of {total}"),
+            **llm.identity,
+        )
+    finally:
+        probe.close()
     if kept:
         kept.done()
     return table

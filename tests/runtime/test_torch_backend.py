@@ -13,6 +13,7 @@ from trtllm_forespark.models.loaders import open_checkpoint
 from trtllm_forespark.models.transformer import PackedTransformer
 from trtllm_forespark.runtime.backends.base import DraftBatch, TargetBatch
 from trtllm_forespark.runtime.backends.torch_backend import TorchBackend
+from trtllm_forespark.runtime.profile import Probe
 from trtllm_forespark.training.replay import greedy_choice
 
 from ..drafters.test_dflash2 import CONFIG, random_drafter
@@ -132,3 +133,24 @@ def test_warming_up_leaves_nothing_behind(target: PackedTransformer) -> None:
         drafts.append(draft(backend, 0, [0, 1], 9, 4)[0])
     torch.testing.assert_close(drafts[0].token_ids, drafts[1].token_ids)
     np.testing.assert_allclose(drafts[0].survival, drafts[1].survival)
+
+
+def test_profiling_takes_turns_and_leaves_nothing_behind(target: PackedTransformer, monkeypatch) -> None:
+    used, fresh = make(target), make(target)
+    passes: list[int] = []
+    forward = used.forward
+    monkeypatch.setattr(used, "forward", lambda batch: passes.append(len(batch.token_ids)) or forward(batch))
+    probe = Probe(used, context=16, max_requests=2)
+    times = [probe.verify(2, 2), probe.draft(2, 4), probe.verify(2, 3), probe.draft(2, 6), probe.verify(1, 2)]
+    assert min(times) > 0
+    # A draft goes on from the verification before it; one request's first verification needs its own draft before.
+    assert passes == [2, 2, 2, 3, 1, 1, 1, 2]
+    assert used._waits > 0
+    probe.close()
+    assert used._waits == 0
+    text = np.random.default_rng(3).integers(3, 97, 20).tolist()
+    for backend in (used, fresh):
+        feed(backend, [0], [[0, 1]], [text], 0)
+    np.testing.assert_allclose(
+        draft(used, 0, [0, 1], text[-1], 20)[1].survival, draft(fresh, 0, [0, 1], text[-1], 20)[1].survival, atol=1e-5
+    )

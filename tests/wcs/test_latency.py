@@ -115,6 +115,18 @@ def test_profile_is_not_misled_by_slow_minutes_and_counts_timings() -> None:
     assert calls[:4] == [(2, 2), (2, 6), (2, 2), (2, 6)], "passes go round the grid"
 
 
+def test_verifications_and_drafts_of_a_batch_size_take_turns() -> None:
+    order: list[str] = []
+    profile(
+        lambda n, t: order.append(f"v{n},{t}") or 1.0,  # type: ignore[func-returns-value]
+        lambda n, t: order.append(f"d{n},{t}") or 1.0,  # type: ignore[func-returns-value]
+        verify=[(4, 4), (4, 8), (1, 1), (1, 2), (1, 4)],
+        draft=[(1, 2), (4, 8), (1, 4), (1, 8), (1, 9)],
+        timings=1,
+    )
+    assert order == ["v1,1", "d1,2", "v1,2", "d1,4", "v1,4", "d1,8", "d1,9", "v4,4", "d4,8", "v4,8"]
+
+
 def test_json_round_trip(tmp_path: Path) -> None:
     table, path = small("linear"), tmp_path / "table.json"
     table.save(path)

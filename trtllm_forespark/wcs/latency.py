@@ -313,28 +313,35 @@ def profile(
     verify, draft: points (requests, tokens) to measure. measure_verify(requests, tokens): seconds of one target pass;
     as many tokens as requests is a step without drafts. measure_draft(requests, tokens): seconds of one drafter pass,
     an anchor slot a request among its tokens. Passes go round the points `timings` times, so that a slow minute does
-    not land on one entry. progress(done, all) is called after each round. made_for: device, model, drafter, dtype.
+    not land on one entry, and at each batch size the two kinds take turns, as in steps that draft. progress(done, all)
+    is called after each round. made_for: device, model, drafter, dtype.
     """
-    grid = [(measure_verify, *point) for point in verify]
-    verify_points = len(grid)
-    grid += [(measure_draft, *point) for point in draft]
-    measured: list[list[float]] = [[] for _ in grid]
+    kinds = {"verify": measure_verify, "draft": measure_draft}
+    measured: dict[tuple[str, int, int], list[float]] = {point: [] for point in _alternating(verify, draft)}
     for done in range(timings):
-        for times, (measure, n, tokens) in zip(measured, grid, strict=True):
-            times.append(float(measure(n, tokens)))
+        for (kind, n, tokens), times in measured.items():
+            times.append(float(kinds[kind](n, tokens)))
         if progress is not None:
             progress(done + 1, timings)
-    entries = [
-        Entry(n, tokens, float(np.quantile(times, 0.25)), len(times))
-        for times, (_, n, tokens) in zip(measured, grid, strict=True)
-    ]
+    entries: dict[str, list[Entry]] = {kind: [] for kind in kinds}
+    for (kind, n, tokens), times in measured.items():
+        entries[kind].append(Entry(n, tokens, float(np.quantile(times, 0.25)), len(times)))
     return LatencyTable(
-        Surface(entries[:verify_points], interpolation, "verify"),
-        Surface(entries[verify_points:], interpolation, "draft"),
+        Surface(entries["verify"], interpolation, "verify"),
+        Surface(entries["draft"], interpolation, "draft"),
         interpolation,
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         **made_for,
     )
+
+
+def _alternating(verify: Sequence[tuple[int, int]], draft: Sequence[tuple[int, int]]) -> list[tuple[str, int, int]]:
+    points = []
+    for kind, part in (("verify", verify), ("draft", draft)):
+        for n in {n for n, _ in part}:
+            points += [(n, i, kind, tokens) for i, tokens in enumerate(t for m, t in part if m == n)]
+    points.sort(key=lambda point: (*point[:2], point[2] == "draft"))
+    return [(kind, n, tokens) for n, _, kind, tokens in points]
 
 
 def isotonic(values: Sequence[float], weights: Sequence[float]) -> Array:
