@@ -58,6 +58,7 @@ def test_where_nothing_is_known_the_prior_is_used_and_without_one_nothing_is_dra
 
 
 def test_plan_is_totals_then_split() -> None:
+    """The same lengths; of many requests the plan prices B by the rows chosen, the totals alone by the scores."""
     for table, n in ((TABLE, 3), (gpu_table(), 90)):
         survival = random_survival(np.random.default_rng(n), n, K)
         controller = WcsController(make_policy("wcs"), table, K)
@@ -65,7 +66,8 @@ def test_plan_is_totals_then_split() -> None:
         plan = controller.plan(*arguments)
         totals = controller.totals(*arguments)
         np.testing.assert_array_equal(controller.split(totals, *arguments), plan.draft_lengths)
-        assert plan.draft_lengths.sum() <= totals.total and plan.expected_goodput == totals.goodput
+        assert plan.draft_lengths.sum() <= totals.total
+        assert plan.expected_goodput == pytest.approx(totals.goodput, rel=0 if n == 3 else 0.03)
 
 
 def test_the_budget_is_priced_anew_with_the_actual_number_of_tokens() -> None:
@@ -212,14 +214,15 @@ def test_where_no_draft_pays_most_steps_are_passed_over_and_drafting_comes_back(
 
 def test_where_drafts_pay_less_than_looking_for_them_costs_steps_are_passed_over() -> None:
     little = prefix_survival(np.full((3, K), [0.12, 0.0, 0.0, 0.0]))
-    assert steps(WcsController(make_policy("wcs"), TABLE, K), little, 60, overhead=0.0).count("r") < 9
+    assert "rr" not in steps(WcsController(make_policy("wcs"), TABLE, K), little, 300, overhead=0.0)
     assert steps(WcsController(make_policy("wcs"), TABLE, K), little, 300, overhead=0.2).count("r") > 240
 
 
-def test_steps_are_passed_over_now_and_then_to_know_what_that_gives() -> None:
-    good = prefix_survival(np.full((3, K), [0.95, 0.9, 0.85, 0.8]))
-    seen = steps(WcsController(make_policy("wcs"), TABLE, K), good, 400)
-    assert 2 <= seen.count("r") <= 8 and "rr" not in seen and "-" not in seen
+def test_steps_are_passed_over_now_and_then_until_it_is_known_what_that_gives() -> None:
+    good, fair = (prefix_survival(np.full((3, K), row)) for row in ([0.95, 0.9, 0.85, 0.8], [0.3, 0.2, 0.1, 0.0]))
+    assert steps(WcsController(make_policy("wcs"), TABLE, K), good, 400) == "d" * 400
+    seen = steps(WcsController(make_policy("wcs"), TABLE, K), fair, 400)
+    assert "rr" not in seen and seen[:100].count("r") > 4 and seen[100:].count("r") < 10
 
 
 @pytest.mark.parametrize(("token_cost", "adapt"), [(0.001, True), (0.001, False), (0.1, True), (0.1, False)])

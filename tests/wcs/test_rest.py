@@ -37,6 +37,22 @@ def test_luck_is_no_reason_to_rest(n: int, gain: float, least: int, most: int) -
     assert least <= np.mean(rests) <= most
 
 
+@pytest.mark.parametrize(("n", "gain", "least", "most"), [(1, 1.3, 0, 5), (8, 1.15, 0, 5), (16, 0.9, 330, 399)])
+def test_slow_seconds_of_the_machine_are_no_reason_to_rest(n: int, gain: float, least: int, most: int) -> None:
+    """40 steps at 1.3 times the pace, 40 at 0.7: what is common to both kinds of steps tells nothing of them."""
+    rests, levels = [], np.exp(0.3 * np.where(np.arange(400) // 40 % 2, 1, -1))
+    for seed in range(20):
+        rest, random = Rest(), np.random.default_rng(seed)
+        rests.append(0)
+        for level in levels * np.exp(0.07 * random.standard_normal(400)):
+            passes = rest.skips(n)
+            rests[-1] += passes
+            price = 1.5 / gain / 1.05
+            tokens, seconds = (n, 1.0) if passes else (n + random.binomial(n, 0.5), 1.05 * price)
+            rest.saw(n, not passes, tokens, level * seconds, 1.0 if passes else price, 1.0)
+    assert least <= np.mean(rests) <= most
+
+
 def test_the_tables_word_is_soon_put_to_the_test() -> None:
     """Plain steps are faster than it says: looking, which seemed to pay, does not."""
     rest, seen = Rest(), ""

@@ -49,7 +49,8 @@ class Correction:
 
     def learn(self, expected: FloatArray, accepted: float) -> None:
         """expected: [m, K], corrected survival of the positions of m drafts, 0 elsewhere; accepted: tokens in all."""
-        expected = np.nan_to_num(np.asarray(expected, dtype=np.float32))
+        expected = np.asarray(expected, dtype=np.float32)
+        expected = np.where(expected > 0, expected, np.float32(0))  # NaN goes too
         slope = float((expected * self._positions).sum())
         self._information = max(self._information * _KEEP ** len(expected) + slope, _PRIOR)
         step = (accepted - float(expected.sum())) / self._information

@@ -54,7 +54,7 @@ class BeforeDraft:
 
 
 class Policy:
-    """Base of all policies. `totals` and `split` are the two halves of stage 2; `plan` does both."""
+    """Base of all policies. `totals` and `split` are the two halves of stage 2; `plan` does both at once."""
 
     name = ""
     #: Reads the pre-draft estimator.
@@ -191,8 +191,7 @@ class WorkConserving(Policy):
         return self._by(schedule.decide, step)
 
     def plan(self, step: BeforeDraft) -> tuple[Totals, npt.NDArray[np.int64]]:
-        if not schedule.is_small(len(step.limits), step.survival.shape[-1], self.floor):
-            return super().plan(step)
+        """The lengths of `totals` and `split`; B is priced by the rows chosen, in small batches and large."""
         both = self._by(schedule.joint_schedule, step)
         return both.totals, both.lengths
 

@@ -1,96 +1,103 @@
 """Whether to look for drafts at all: a look (estimate, schedule and what it leads to) must earn what it costs.
 
 The schedule compares steps by the table; what the estimate and the schedule themselves cost is paid before it can say
-anything. So each load's steps are of two kinds, looked at and passed over, and the kind that has given more tokens for
-its time is preferred; the other is tried now and then.
+anything. So some steps are passed over, and tell what a step without a look takes. Slow and fast minutes of the machine
+are common to both kinds: a filter follows them, lest they be taken for a difference.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-#: What a step leaves of older evidence of its own kind; what a look leaves of that of steps passed over, and these of
-#: that of looks (few, and dear).
-_KEEP, _FADE_PASSED, _FADE_LOOKED = 0.97, 0.99, 0.998
-#: Looks that are believed to have given what the table says of a plain step, before any; and the standard deviation of
-#: what a request is believed to get in one.
-_BELIEF, _SPREAD = 8.0, 0.5
-#: What the table's word for a step passed over counts for at first; evidence of such steps below which one is passed
-#: over, to know what they give: little where looking gives more by `_CLEARLY` (or `_LOOKS` have not told), else more.
-_WORD, _THIN, _CLOSE, _CLEARLY, _LOOKS = 0.54, 0.5, 4.0, 1.15, 16
+#: What a look leaves of older evidence of the tokens looks give; looks that are believed to have given what they are
+#: priced at, before any; and the standard deviation of what a request is believed to get in one.
+_KEEP, _BELIEF, _SPREAD = 0.99, 8.0, 0.5
+#: Standard deviations, in logs. What is believed of a look's cost beyond its price, and how it drifts in a step; how
+#: this run's times may differ from the table's, and how that drifts; and what is left over, step by step.
+_COST, _COST_DRIFT, _LEVEL, _LEVEL_DRIFT, _NOISE = 0.06, 0.002, 0.5, 0.03, 0.08
+#: A step further off than so many standard deviations counts as one so far off (it stalled).
+_FURTHEST = 3.0
 #: How many standard errors looking must be worse before it rests.
 _DOUBT = 0.5
-#: The longest rest between two looks, in steps, and how many times its price a step may count for (one that stalled).
-_LONGEST_REST, _FURTHEST = 64, 2.0
+#: The cost is known well enough within this share of what looking gains or loses, or when it is as small as the other;
+#: to know it better, one step in so many is passed over.
+_SHARE, _FINE, _ONE_IN = 0.5, 0.025, 4
+#: The longest rest between two looks, in steps.
+_LONGEST_REST = 64
 
 
 @dataclass
-class _Kind:
-    """Decayed sums over the steps of one kind: steps, tokens a request and their squares, time over that of the table's
-    plain step."""
+class _Times:
+    """Two unknowns of a load, followed by a Kalman filter in logs, with their variances and covariance: how its steps'
+    times differ from the table's (level), and what a look costs beyond its price."""
 
-    steps: float
-    tokens: float
-    squares: float
-    time: float
+    level: float = 0.0
+    cost: float = 0.0
+    level_var: float = _LEVEL**2
+    both_var: float = 0.0
+    cost_var: float = _COST**2
 
-    def fade(self, share: float) -> None:
-        self.steps, self.tokens = share * self.steps, share * self.tokens
-        self.squares, self.time = share * self.squares, share * self.time
+    def drift(self, steps: int) -> None:
+        self.level_var = min(self.level_var + steps * _LEVEL_DRIFT**2, _LEVEL**2)
+        self.cost_var = min(self.cost_var + steps * _COST_DRIFT**2, _COST**2)
 
-    def worth(self, steps: float) -> _Kind:
-        """The same, as if it came from so many steps."""
-        return _Kind(*(steps / self.steps * x for x in (self.steps, self.tokens, self.squares, self.time)))
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.time
-
-    def add(self, tokens: float, time: float) -> None:
-        self.steps, self.tokens = self.steps + 1, self.tokens + tokens
-        self.squares, self.time = self.squares + tokens**2, self.time + time
-
-    @property
-    def chance(self) -> float:
-        """Standard error of the tokens, as a share of them."""
-        variance = max(self.squares / self.steps - (self.tokens / self.steps) ** 2, 0.0)
-        return math.sqrt(variance * self.steps) / self.tokens
+    def saw(self, looked: bool, ratio: float) -> None:
+        """ratio: seconds a step took over what it is priced at."""
+        to_level = self.level_var + looked * self.both_var
+        to_cost = self.both_var + looked * self.cost_var
+        spread = to_level + looked * to_cost + _NOISE**2
+        limit = _FURTHEST * math.sqrt(spread)
+        off = min(max(math.log(ratio) - self.level - looked * self.cost, -limit), limit)
+        self.level += to_level / spread * off
+        self.cost += to_cost / spread * off
+        self.level_var -= to_level**2 / spread
+        self.both_var -= to_level * to_cost / spread
+        self.cost_var -= to_cost**2 / spread
 
 
 @dataclass
 class _Load:
-    """What is known of a load; ``believed``: only what the table says, whose level this run's first step puts right."""
+    """What is known of a load. Of its looks, decayed sums: tokens a request, their squares, prices over that of a step
+    without drafts, and their number."""
 
-    looked: _Kind
-    passed: _Kind
-    believed: bool = True
-    looks: int = 0
+    tokens: float
+    squares: float
+    price: float
+    looks: float
+    times: _Times = field(default_factory=_Times)
+    seen: int = 0
     rest: int = 1
+    since_passed: int = 0
 
     @classmethod
     def new(cls, n: int) -> _Load:
-        looked = _Kind(1.0, 1.0, 1 + _SPREAD**2 / n, 1.0)
-        return cls(looked.worth(_BELIEF), _Kind(1.0, 1.0, 1.0, 1.0).worth(_WORD))
+        return cls(_BELIEF, _BELIEF * (1 + _SPREAD**2 / n), _BELIEF, _BELIEF)
 
-    def neighbour(self) -> _Load:
+    def neighbour(self, step: int) -> _Load:
         """What is believed of a load next to this one."""
-        return _Load(self.looked.worth(_BELIEF), self.passed.worth(_WORD), self.believed, self.looks)
+        share = min(_BELIEF / self.looks, 1.0)
+        times = replace(self.times, level_var=_LEVEL**2, both_var=0.0, cost_var=_COST**2)
+        return _Load(share * self.tokens, share * self.squares, share * self.price, share * self.looks, times, step)
 
-    def scale(self, level: float) -> None:
-        """The table's times are off by this factor here."""
-        self.looked.time, self.passed.time, self.believed = level * self.looked.time, level * self.passed.time, False
+    def looked(self, tokens: float, price: float) -> None:
+        self.tokens, self.squares = _KEEP * self.tokens + tokens, _KEEP * self.squares + tokens**2
+        self.price, self.looks = _KEEP * self.price + price, _KEEP * self.looks + 1
+
+    @property
+    def gain(self) -> float:
+        """Log of tokens a second with looks over those without (each request then gets one)."""
+        return math.log(self.tokens / self.price) - self.times.cost
 
     @property
     def looking_pays(self) -> bool:
         """Unless it is worse by more than chance explains."""
-        return self.looked.rate * (1 + _DOUBT * self.looked.chance) >= self.passed.rate
+        luck = max(self.squares * self.looks / self.tokens**2 - 1, 0.0) / self.looks
+        return self.gain + _DOUBT * math.sqrt(luck + self.times.cost_var) >= 0
 
     @property
-    def passed_is_thin(self) -> bool:
-        """Whether too little is known of steps passed over: the closer the two kinds, the more must be."""
-        clear = self.looks < _LOOKS or self.looked.rate > _CLEARLY * self.passed.rate
-        return self.passed.steps < (_THIN if clear else _CLOSE)
+    def cost_is_vague(self) -> bool:
+        return math.sqrt(self.times.cost_var) > max(_SHARE * abs(self.gain), _FINE)
 
 
 class Rest:
@@ -105,6 +112,7 @@ class Rest:
         self._loads: dict[int, _Load] = {}
         self._left, self._resting = 0, 0  # steps left of this rest, and the load it is for
         self._rested = False
+        self._step = 0
 
     def skips(self, n: int) -> bool:
         """Whether this step of n decoding requests is to be passed over. Ask once a step."""
@@ -114,27 +122,28 @@ class Rest:
         if self._left > 0:
             self._left -= 1
             return True
-        return known.passed_is_thin
+        return known.since_passed >= _ONE_IN and known.cost_is_vague
 
     def saw(self, n: int, looked: bool, tokens: int, seconds: float, price: float, plain: float) -> None:
         """One step of n requests, looked at or passed over: tokens it gave, seconds it took in all, what the table says
         of it and of a step without drafts."""
-        if n == 0 or seconds <= 0 or plain <= 0:
+        if n == 0 or min(seconds, price, plain) <= 0:
             return
+        self._step += 1
         first, self._rested = looked and self._rested, not looked
+        known = self._at(n)
+        known.since_passed = (known.since_passed + 1) * looked
         if first:
             return
-        known = self._at(n)
-        if known.believed:
-            known.scale(min(max(seconds / price, 1 / _FURTHEST), _FURTHEST))
-        known.looks += looked
-        known.looked.fade(_KEEP if looked else _FADE_LOOKED)
-        known.passed.fade(_FADE_PASSED if looked else _KEEP)
-        mine = known.looked if looked else known.passed
-        mine.add(tokens / n, min(seconds, _FURTHEST * price) / plain)
-        if looked and known.looking_pays:
+        known.times.drift(self._step - known.seen)
+        known.times.saw(looked, seconds / price)
+        known.seen = self._step
+        if not looked:
+            return
+        known.looked(tokens / n, price / plain)
+        if known.looking_pays:
             known.rest = 1
-        elif looked:
+        else:
             self._left, self._resting = known.rest, _load(n)
             known.rest = min(2 * known.rest, _LONGEST_REST)
 
@@ -143,7 +152,7 @@ class Rest:
         if load not in self._loads:
             near = [other for other in self._loads if abs(other - load) <= 2]
             nearest = min(near, key=lambda other: abs(other - load), default=None)
-            self._loads[load] = _Load.new(n) if nearest is None else self._loads[nearest].neighbour()
+            self._loads[load] = _Load.new(n) if nearest is None else self._loads[nearest].neighbour(self._step)
         return self._loads[load]
 
 
