@@ -200,13 +200,13 @@ def steps(controller: WcsController, survival: np.ndarray, count: int, overhead:
 def test_where_no_draft_pays_most_steps_are_passed_over_and_drafting_comes_back() -> None:
     hopeless, good = np.zeros((3, K, K)), prefix_survival(np.full((3, K), [0.95, 0.9, 0.85, 0.8]))
     controller = WcsController(make_policy("wcs"), TABLE, K)
-    seen = steps(controller, hopeless, 300)
-    assert seen[:4] == "----" and seen.count("-") < 60 and "r" * 64 in seen and "r" * 65 not in seen
+    seen = steps(controller, hopeless, 900)
+    assert seen[:4] == "----" and seen.count("-") < 60 and "r" * 256 in seen and "r" * 257 not in seen
     steps(controller, hopeless, 20)
     assert steps(controller, hopeless[:1], 3) == "---", "a smaller load is looked at as if it were new"
     assert steps(controller, hopeless, 64).count("r") >= 55, "what the larger load told is not forgotten"
-    seen = steps(controller, good, 300)
-    assert seen.index("d") <= 64 and seen.endswith("d" * 20)
+    seen = steps(controller, good, 500)
+    assert seen.index("d") <= 256 and seen.endswith("d" * 20)
     assert steps(WcsController(make_policy("wcs"), TABLE, K, adapt=False), hopeless, 99) == "-" * 99
     assert steps(WcsController(make_policy("wcs", floor=1), TABLE, K), good * 0.01, 99) == "d" * 99
     assert "r" not in steps(WcsController(make_policy("ar"), None, 0), np.zeros((2, 0, 0)), 9)
