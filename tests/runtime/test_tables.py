@@ -31,7 +31,7 @@ def run(path, machine: Machine, made_for: dict[str, str] = MADE_FOR) -> LatencyT
     kept = Timings(path, made_for)
     verify, draft = kept.of("verify", machine), kept.of("draft", machine)
     table = profile(
-        verify, draft, verify=[(1, 1), (1, 4), (2, 2), (2, 8)], draft=[(1, 4), (2, 8)], timings=3, **MADE_FOR
+        verify, draft, verify=[(5, 5), (5, 9), (8, 8), (8, 16)], draft=[(5, 9), (8, 16)], timings=3, **MADE_FOR
     )
     kept.done()
     return table

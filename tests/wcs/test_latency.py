@@ -108,11 +108,11 @@ def test_profile_is_not_misled_by_slow_minutes_and_counts_timings() -> None:
         calls.append((n, t))
         return 1.0 if len(calls) < 13 else 0.01 * t  # six slow rounds of nine must not stay in the table
 
-    table = profile(measure, lambda n, t: 0.001, verify=[(2, 2), (2, 6)], draft=[(2, 6)], timings=9)
-    assert [(e.requests, e.tokens, e.timings) for e in table.verify.entries] == [(2, 2, 9), (2, 6, 9)]
-    assert [(e.requests, e.tokens) for e in table.draft.entries] == [(2, 6)]
-    np.testing.assert_allclose(table.verify_seconds(2, [2, 6]), [0.02, 0.06])
-    assert calls[:4] == [(2, 2), (2, 6), (2, 2), (2, 6)], "passes go round the grid"
+    table = profile(measure, lambda n, t: 0.001, verify=[(8, 8), (8, 24)], draft=[(8, 24)], timings=9)
+    assert [(e.requests, e.tokens, e.timings) for e in table.verify.entries] == [(8, 8, 9), (8, 24, 9)]
+    assert [(e.requests, e.tokens) for e in table.draft.entries] == [(8, 24)]
+    np.testing.assert_allclose(table.verify_seconds(8, [8, 24]), [0.08, 0.24])
+    assert calls[:4] == [(8, 8), (8, 24), (8, 8), (8, 24)], "passes go round the grid"
 
 
 def test_verifications_and_drafts_of_a_batch_size_take_turns() -> None:
@@ -120,11 +120,12 @@ def test_verifications_and_drafts_of_a_batch_size_take_turns() -> None:
     profile(
         lambda n, t: order.append(f"v{n},{t}") or 1.0,  # type: ignore[func-returns-value]
         lambda n, t: order.append(f"d{n},{t}") or 1.0,  # type: ignore[func-returns-value]
-        verify=[(4, 4), (4, 8), (1, 1), (1, 2), (1, 4)],
-        draft=[(1, 2), (4, 8), (1, 4), (1, 8), (1, 9)],
+        verify=[(8, 8), (8, 9), (1, 1), (1, 2), (1, 4)],
+        draft=[(1, 2), (8, 16), (1, 4), (1, 8), (1, 9)],
         timings=1,
     )
-    assert order == ["v1,1", "d1,2", "v1,2", "d1,4", "v1,4", "d1,8", "d1,9", "v4,4", "d4,8", "v4,8"]
+    few = ["v1,1", "d1,2", "v1,2", "d1,4", "v1,4", "d1,8", "d1,9"]
+    assert order == [*few, *few, *few, "v8,8", "d8,16", "v8,9"], "small batches, whose passes are short, three times"
 
 
 def test_json_round_trip(tmp_path: Path) -> None:
@@ -134,7 +135,7 @@ def test_json_round_trip(tmp_path: Path) -> None:
     assert again.verify.entries == table.verify.entries and again.draft.entries == table.draft.entries
     assert (again.interpolation, again.date, again.device) == ("linear", table.date, "cpu EPYC")
     data = json.loads(path.read_text())
-    assert data["version"] == 3 and data["verify"][0][3] == 3
+    assert data["version"] == 3 and data["verify"][0][3] == 9
 
 
 @pytest.mark.parametrize("name", sorted(MADE_FOR))

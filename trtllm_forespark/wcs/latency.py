@@ -29,6 +29,8 @@ Array = npt.NDArray[Any]
 VERSION = 3  # 2: T_draft held the estimate, 1 and 2: drafts of one length
 _KIND = "forespark-latency-table"
 _IDENTITY = ("device", "model", "drafter", "dtype")
+#: Up to so many requests each round times an entry so often: such passes are short, and small differences decide there.
+_FEW, _MORE = 4, 3
 
 
 class LatencyTableError(ValueError):
@@ -313,14 +315,17 @@ def profile(
     verify, draft: points (requests, tokens) to measure. measure_verify(requests, tokens): seconds of one target pass;
     as many tokens as requests is a step without drafts. measure_draft(requests, tokens): seconds of one drafter pass,
     an anchor slot a request among its tokens. Passes go round the points `timings` times, so that a slow minute does
-    not land on one entry, and at each batch size the two kinds take turns, as in steps that draft. progress(done, all)
-    is called after each round. made_for: device, model, drafter, dtype.
+    not land on one entry, and at each batch size the two kinds take turns, as in steps that draft. Up to 4 requests an
+    entry is timed three times a round. progress(done, all) is called after each round. made_for: device, model,
+    drafter, dtype.
     """
     kinds = {"verify": measure_verify, "draft": measure_draft}
-    measured: dict[tuple[str, int, int], list[float]] = {point: [] for point in _alternating(verify, draft)}
+    points = _alternating(verify, draft)
+    few = [point for point in points if point[1] <= _FEW]
+    measured: dict[tuple[str, int, int], list[float]] = {point: [] for point in points}
     for done in range(timings):
-        for (kind, n, tokens), times in measured.items():
-            times.append(float(kinds[kind](n, tokens)))
+        for kind, n, tokens in [*few * (_MORE - 1), *points]:
+            measured[kind, n, tokens].append(float(kinds[kind](n, tokens)))
         if progress is not None:
             progress(done + 1, timings)
     entries: dict[str, list[Entry]] = {kind: [] for kind in kinds}
