@@ -48,7 +48,7 @@ def load_or_profile(llm: LLM, say: Say) -> LatencyTable:
         except LatencyTableError as error:
             say(f"measuring again: {error}")
     else:
-        say("no latency table for this machine yet; measuring (about a minute, kept for the next start)")
+        say("no latency table for this machine yet; measuring (some minutes, kept for the next start)")
     table = measure(llm, say, max_requests=largest, log=path.with_suffix(".log.jsonl"))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")

@@ -31,7 +31,7 @@ def run(path, machine: Machine, made_for: dict[str, str] = MADE_FOR) -> LatencyT
     kept = Timings(path, made_for)
     verify, draft = kept.of("verify", machine), kept.of("draft", machine)
     table = profile(
-        verify, draft, verify=[(5, 5), (5, 9), (8, 8), (8, 16)], draft=[(5, 9), (8, 16)], timings=3, **MADE_FOR
+        verify, draft, verify=[(1, 1), (1, 4), (8, 8), (8, 16)], draft=[(1, 4), (8, 16)], timings=3, **MADE_FOR
     )
     kept.done()
     return table
@@ -45,9 +45,9 @@ def test_a_run_that_stopped_goes_on(tmp_path) -> None:
         file.write('["verify", 1,')  # a crash in the middle of a line
     rest = Machine()
     run(path, rest)
-    assert rest.calls == 18 - 11
+    assert rest.calls == 36 - 11
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert lines[0] == {"made_for": MADE_FOR} and len(lines) == 1 + 18 + 1 and lines[-1] == "done"
+    assert lines[0] == {"made_for": MADE_FOR} and len(lines) == 1 + 36 + 1 and lines[-1] == "done"
 
 
 def test_a_finished_log_is_begun_anew_and_so_is_another_machines(tmp_path) -> None:
@@ -55,12 +55,12 @@ def test_a_finished_log_is_begun_anew_and_so_is_another_machines(tmp_path) -> No
     run(path, Machine())
     again = Machine()
     run(path, again)
-    assert again.calls == 18
+    assert again.calls == 36
     with pytest.raises(KeyboardInterrupt):
         run(path, Machine(stops_after=5))
     other = Machine()
     run(path, other, {**MADE_FOR, "device": "there"})
-    assert other.calls == 18
+    assert other.calls == 36
 
 
 def test_another_grid_is_measured_from_where_it_differs(tmp_path) -> None:

@@ -20,11 +20,11 @@ _COST, _COST_DRIFT, _LEVEL, _LEVEL_DRIFT, _NOISE = 0.06, 0.002, 0.5, 0.03, 0.08
 _FURTHEST = 3.0
 #: How many standard errors looking must be worse before it rests.
 _DOUBT = 0.5
-#: The cost is known well enough within this share of what looking gains or loses, or when it is as small as the other;
-#: to know it better, one step in so many is passed over.
-_SHARE, _FINE, _ONE_IN = 0.5, 0.025, 4
-#: The longest rest between two looks, in steps: longer than most answers, whose tokens then never enter the drafter's
-#: context (a look takes in all that waits; with 64, that alone cost 2% of the time of a load at which nothing pays).
+#: The cost is known well enough when its standard error is within this share of what looking gains or loses, or within
+#: this much; until then one step is passed over after so many looks.
+_SHARE, _FINE, _LOOKS_BETWEEN = 0.5, 0.025, 4
+#: The longest rest between two looks, in steps: longer than many answers, whose tokens then never enter the drafter's
+#: context (a look takes in all that waits).
 _LONGEST_REST = 256
 
 
@@ -36,7 +36,7 @@ class _Times:
     level: float = 0.0
     cost: float = 0.0
     level_var: float = _LEVEL**2
-    both_var: float = 0.0
+    covariance: float = 0.0
     cost_var: float = _COST**2
 
     def drift(self, steps: int) -> None:
@@ -45,15 +45,15 @@ class _Times:
 
     def saw(self, looked: bool, ratio: float) -> None:
         """ratio: seconds a step took over what it is priced at."""
-        to_level = self.level_var + looked * self.both_var
-        to_cost = self.both_var + looked * self.cost_var
+        to_level = self.level_var + looked * self.covariance
+        to_cost = self.covariance + looked * self.cost_var
         spread = to_level + looked * to_cost + _NOISE**2
         limit = _FURTHEST * math.sqrt(spread)
         off = min(max(math.log(ratio) - self.level - looked * self.cost, -limit), limit)
         self.level += to_level / spread * off
         self.cost += to_cost / spread * off
         self.level_var -= to_level**2 / spread
-        self.both_var -= to_level * to_cost / spread
+        self.covariance -= to_level * to_cost / spread
         self.cost_var -= to_cost**2 / spread
 
 
@@ -78,7 +78,7 @@ class _Load:
     def neighbour(self, step: int) -> _Load:
         """What is believed of a load next to this one."""
         share = min(_BELIEF / self.looks, 1.0)
-        times = replace(self.times, level_var=_LEVEL**2, both_var=0.0, cost_var=_COST**2)
+        times = replace(self.times, level_var=_LEVEL**2, covariance=0.0, cost_var=_COST**2)
         return _Load(share * self.tokens, share * self.squares, share * self.price, share * self.looks, times, step)
 
     def looked(self, tokens: float, price: float) -> None:
@@ -123,7 +123,7 @@ class Rest:
         if self._left > 0:
             self._left -= 1
             return True
-        return known.since_passed >= _ONE_IN and known.cost_is_vague
+        return known.since_passed >= _LOOKS_BETWEEN and known.cost_is_vague
 
     def saw(self, n: int, looked: bool, tokens: int, seconds: float, price: float, plain: float) -> None:
         """One step of n requests, looked at or passed over: tokens it gave, seconds it took in all, what the table says

@@ -102,7 +102,7 @@ def joint_schedule(
         one = _one_request(step, rewards[0])
         table.note_use(1, min(one.total, 1), one.total + 1, num_tokens + one.budget)
         return one
-    if is_small(n, block, floor):
+    if _is_small(n, block, floor):
         lengths = _every_total(step, rewards, forced_lengths(rewards, limits, floor))
     else:
         lengths = _largest_that_fit(step, rewards)
@@ -134,7 +134,7 @@ def decide(
     (`adaptive_budget` on those rows). For small ones it is `joint_schedule`, and needs `survival`.
     """
     n, block = rewards.shape[0], rewards.shape[1] - 1
-    if is_small(n, block, floor):
+    if _is_small(n, block, floor):
         if survival is None:
             raise ValueError("small batches and floors are priced by survival: pass it to decide()")
         return joint_schedule(rewards, survival, num_tokens, table, limits=limits, floor=floor, pieces=pieces).totals
@@ -144,7 +144,7 @@ def decide(
     return choice
 
 
-def is_small(n: int, block: int, floor: int = 0) -> bool:
+def _is_small(n: int, block: int, floor: int = 0) -> bool:
     """Whether every total is a candidate, so that totals come with their lengths; else one for each pair of buckets."""
     return floor > 0 or n * block <= EXACT_SLOTS
 
