@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,19 @@ from trtllm_forespark.wcs.stages import Draft, Estimate, Outcome, Plan, Selectio
 Key = tuple[Hashable, int]
 #: How fast the mean of post-draft survival follows the last steps.
 _FOLLOW = 0.1
+#: Drafts that are judged together: the arithmetic for so many takes no longer than for one.
+_JUDGED_TOGETHER = 32
+
+
+class _Judged(NamedTuple):
+    """Drafts of a step whose outcome is known. forecast, survival: [m, K], of before and after the draft, the second not
+    yet corrected; lengths, verified, accepted: [m] tokens."""
+
+    forecast: npt.NDArray[np.floating]
+    survival: npt.NDArray[np.floating]
+    lengths: npt.NDArray[np.int64]
+    verified: npt.NDArray[np.int64]
+    accepted: npt.NDArray[np.int64]
 
 
 class WcsController:
@@ -62,6 +75,7 @@ class WcsController:
         self._seen = np.zeros(block, dtype=bool)
         self._adapt = adapt
         self.before, self.after = Correction(block), Correction(block)  # of pre-draft and post-draft survival
+        self._to_judge: list[_Judged] = []  # what neither has learnt from yet
         # Never with a floor of draft tokens: every step owes them.
         self.rest = Rest() if adapt and policy.needs_estimate and not policy.floor else None
 
@@ -150,15 +164,27 @@ class WcsController:
         """
         if draft.survival is None or len(draft.token_ids) == 0:
             return
-        survival = self.after.apply(draft.survival)
-        drafted = np.arange(self.block) < np.diff(np.asarray(draft.cu_lengths))[:, None]
-        drafted &= ~np.isnan(survival)
-        live = np.array([self._generation.get(request) == generation for request, generation in keys], dtype=bool)
-        drafted &= live[:, None]
+        live = [self._generation.get(request) == generation for request, generation in keys]
+        lengths = np.diff(np.asarray(draft.cu_lengths)) * live
         if self._adapt and plan is not None and plan.forecast is not None:
-            self._learn(np.asarray(plan.forecast), survival, drafted, selection, outcome)
+            self._to_judge.append(
+                _Judged(
+                    np.asarray(plan.forecast),
+                    np.asarray(draft.survival),
+                    lengths,
+                    np.asarray(selection.verified_lengths),
+                    np.asarray(outcome.accepted)[: len(keys)],
+                )
+            )
+            if sum(len(judged.lengths) for judged in self._to_judge) >= _JUDGED_TOGETHER:
+                self._learn(_Judged(*map(np.concatenate, zip(*self._to_judge, strict=True))))
+                self._to_judge.clear()
         if self.policy.needs_confidence:
-            self._remember(keys, survival, drafted)
+            survival = self.after.apply(draft.survival)
+            self._remember(keys, survival, self._drafted(survival, lengths))
+
+    def _drafted(self, survival: npt.NDArray[np.floating], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        return (np.arange(self.block) < lengths[:, None]) & ~np.isnan(survival)
 
     def _remember(self, keys: Sequence[Key], survival: npt.NDArray[np.float32], drafted: npt.NDArray[np.bool_]) -> None:
         counts = drafted.sum(axis=0)
@@ -173,27 +199,21 @@ class WcsController:
                 row = np.where(drafted[i], survival[i], self._mean)
                 self._confidence[request] = np.minimum.accumulate(row)
 
-    def _learn(
-        self,
-        forecast: npt.NDArray[np.floating],
-        survival: npt.NDArray[np.float32],
-        drafted: npt.NDArray[np.bool_],
-        selection: Selection,
-        outcome: Outcome,
-    ) -> None:
+    def _learn(self, drafts: _Judged) -> None:
+        survival = self.after.apply(drafts.survival)
+        drafted = self._drafted(survival, drafts.lengths)
         who = drafted[:, 0].nonzero()[0]
         if not len(who):
             return
         drafted, survival = drafted[who], survival[who]
-        verified = np.asarray(selection.verified_lengths)[who]
-        accepted = np.asarray(outcome.accepted)[who]
+        forecast, verified, accepted = drafts.forecast[who], drafts.verified[who], drafts.accepted[who]
         judged = drafted & (np.arange(self.block) < verified[:, None])
         self.after.learn(np.where(judged, survival, 0), float(accepted.sum()))
         # What was dropped would have been accepted as the post-draft estimate says, if all before it was.
         at_last = np.where(verified > 0, survival[np.arange(len(who)), np.maximum(verified, 1) - 1], 1.0)
         survived = (accepted == verified)[:, None] & drafted & ~judged
         dropped = np.where(survived, survival / np.maximum(at_last, 1e-6)[:, None], 0).sum()
-        self.before.learn(np.where(drafted, forecast[who], 0), float(accepted.sum() + dropped))
+        self.before.learn(np.where(drafted, forecast, 0), float(accepted.sum() + dropped))
 
     def timed(
         self,
