@@ -95,8 +95,12 @@ class LLM:
         """Use this table from now on (simulations, tests); executors that exist keep theirs."""
         self._table = table
 
-    def new_executor(self, policy: str, **policy_settings: Any) -> Executor:
-        """Another executor over the same weights and cache, under another policy; run one at a time."""
+    def new_executor(self, policy: str, *, own_cache: bool = False, **policy_settings: Any) -> Executor:
+        """Another executor over the same weights, under another policy.
+
+        Those over the engine's cache run one at a time. own_cache: a cache beside it, as large, so that others may be
+        in the middle of a batch while this one steps.
+        """
         config = self.config
         if policy != "ar" and self.backend.spec is None:
             raise ValueError(
@@ -116,9 +120,8 @@ class LLM:
             prior=None if self.mean_survival is None else prefix_survival(self.mean_survival[None])[0],
             adapt=config.adapt,
         )
-        return Executor(
-            self.backend, controller, ExecutorConfig(config.max_batch_size, config.max_num_tokens, config.seed)
-        )
+        backend = self.backend.beside() if own_cache else self.backend
+        return Executor(backend, controller, ExecutorConfig(config.max_batch_size, config.max_num_tokens, config.seed))
 
     # Generation -------------------------------------------------------------------------------------------------
 

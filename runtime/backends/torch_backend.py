@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -62,13 +63,11 @@ class TorchBackend:
         config = target.config
         self.target, self.device, self.dtype = target, target.device, target.dtype
         self.max_seq_len, self.vocab_size = max_seq_len, config.vocab_size
-        self.page_size, self.num_pages = page_size, num_pages
-        self.kv = target.new_kv(num_pages, page_size)
+        self.page_size, self.num_pages, self.max_batch_size = page_size, num_pages, max_batch_size
         target.rope.tabulate(max_seq_len)
         self.runner: DFlash2Runner | None = None
         self.spec: DrafterSpec | None = None
         self._capture: tuple[int, ...] = ()
-        self._last: _LastPass | None = None
         if drafter is not None:
             model, calibration = drafter
             self.runner = DFlash2Runner(
@@ -76,20 +75,37 @@ class TorchBackend:
             )
             model.rope.tabulate(max_seq_len)
             self.spec, self._capture = self.runner.spec, self.runner.spec.capture_layers
-            # Committed tokens that the drafter's context lacks, the first `_waits` rows. One block for good: small ones
-            # kept from step to step would cut up the heap, and every step's logits would be fresh pages.
-            most = _MOST_WAITING
-            self._waiting = _Waiting(
-                torch.empty(most, len(self._capture), config.hidden_size, dtype=self.dtype, device=self.device),
-                torch.empty(most, dtype=torch.int64, device=self.device),
-                torch.empty(most, dtype=torch.int64, device=self.device),
-                np.zeros(most, np.int64),
-                np.zeros(most, np.int64),
-            )
-            self._waits = 0
-            self._epoch = np.zeros(max_batch_size, np.int64)  # how often a seat was given up
-            # Context feature of each seat's newest token (§4.2 reads it).
-            self._context = torch.zeros(max_batch_size, config.hidden_size, dtype=self.dtype, device=self.device)
+        self._begin()
+
+    def beside(self) -> TorchBackend:
+        """Another one over the same weights, with a cache and a context of its own."""
+        other = copy.copy(self)
+        if self.runner is not None:
+            other.runner = self.runner.beside()
+        other._begin()
+        return other
+
+    def _begin(self) -> None:
+        """The state of a backend that has seen nothing."""
+        self.kv = self.target.new_kv(self.num_pages, self.page_size)
+        self._last: _LastPass | None = None
+        if self.runner is None:
+            return
+        hidden = self.target.config.hidden_size
+        # Committed tokens that the drafter's context lacks, the first `_waits` rows. One block for good: small ones
+        # kept from step to step would cut up the heap, and every step's logits would be fresh pages.
+        most = _MOST_WAITING
+        self._waiting = _Waiting(
+            torch.empty(most, len(self._capture), hidden, dtype=self.dtype, device=self.device),
+            torch.empty(most, dtype=torch.int64, device=self.device),
+            torch.empty(most, dtype=torch.int64, device=self.device),
+            np.zeros(most, np.int64),
+            np.zeros(most, np.int64),
+        )
+        self._waits = 0
+        self._epoch = np.zeros(self.max_batch_size, np.int64)  # how often a seat was given up
+        # Context feature of each seat's newest token (§4.2 reads it).
+        self._context = torch.zeros(self.max_batch_size, hidden, dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
     def warm(self, most: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from trtllm_forespark.runtime.bench.decode import decode_once
+from trtllm_forespark.runtime.bench.decode import decode_in_turns
 from trtllm_forespark.runtime.bench.prompts import load_prompts
 from trtllm_forespark.wcs.policies import fastest_caps
 
@@ -20,19 +20,20 @@ def measure_caps(
 ) -> dict[str, Any]:
     """{"caps": {load: cap}, "tok_s": {load: {cap: mean of the rounds}}}; cap 0 is autoregressive.
 
-    Caps take turns within a round; the package's own prompts, from the far end (benchmarks begin at the near one).
+    Caps take turns within a batch; the package's own prompts, from the far end (benchmarks begin at the near one).
     """
     assert llm.backend.spec is not None
     ids = [llm.chat_ids(p["prompt"]) for p in load_prompts()][::-1]
     loads = tuple(n for n in loads if n <= llm.config.max_batch_size)
-    executors = {cap: llm.new_executor("batchwise", caps={1: cap}) for cap in range(llm.backend.spec.block + 1)}
+    executors = {
+        cap: llm.new_executor("batchwise", own_cache=True, caps={1: cap}) for cap in range(llm.backend.spec.block + 1)
+    }
     speed: dict[int, dict[int, float]] = {load: {} for load in loads}
     for round_index in range(rounds):
         for load in loads:
             batch = [ids[(round_index * 7 + i) % len(ids)] for i in range(load)]
-            for cap, executor in executors.items():
-                timed = decode_once(llm, executor, batch, tokens, 0.0)
-                speed[load][cap] = speed[load].get(cap, 0.0) + timed.throughput / rounds
+            for cap, decoded in decode_in_turns(llm, executors, batch, tokens).items():
+                speed[load][cap] = speed[load].get(cap, 0.0) + decoded.throughput / rounds
         say(f"caps: round {round_index + 1} of {rounds}")
     return {
         "caps": fastest_caps(speed),

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from trtllm_forespark.runtime.bench.prompts import load_prompts
 from trtllm_forespark.runtime.executor import Executor
@@ -16,6 +16,10 @@ from trtllm_forespark.runtime.metrics import Metrics
 from trtllm_forespark.runtime.request import SamplingParams, Status
 
 Say = Callable[[str], None]
+Name = TypeVar("Name", str, int)
+
+#: Turns of a policy in a batch.
+TURNS = 8
 
 
 @dataclass
@@ -66,31 +70,59 @@ class Decoded:
     metrics: Metrics
 
 
-def decode_once(llm: LLM, executor: Executor, prompts: list[list[int]], tokens: int, temperature: float) -> Decoded:
-    """Prefill a batch, release it together, time each request over the ``tokens`` tokens after its first."""
-    params = SamplingParams(max_tokens=tokens + 1, temperature=temperature)
-    requests = [llm.request(p, params) for p in prompts]
-    for request in requests:
-        executor.submit(request)
-    while any(r.status in (Status.WAITING, Status.PREFILL) for r in requests):
-        # A request that has its first token waits at the barrier, as in the paper.
-        executor.prefill_step()
-    executor.metrics = Metrics()
-    started = time.perf_counter()
-    ended: dict[object, float] = {}
-    while not executor.idle:
-        executor.step()
-        now = time.perf_counter() - started
-        for request in requests:
-            if request.finished and request.id not in ended:
-                ended[request.id] = now
-    failed = next((r for r in requests if r.finish_reason == "error"), None)
-    if failed is not None:
-        raise RuntimeError(failed.error or "a request failed")
-    rates = [(len(r.output_ids) - 1) / ended[r.id] for r in requests if len(r.output_ids) > 1]
-    if not rates:
-        raise ValueError("every answer ended with its first token; give other prompts")
-    return Decoded(sum(rates), statistics.median(rates), executor.metrics)
+class Batch:
+    """A batch of one policy, prefilled and released together; its clock runs while it steps."""
+
+    def __init__(self, llm: LLM, executor: Executor, prompts: list[list[int]], tokens: int, temperature: float) -> None:
+        """tokens: timed for each request, after its first."""
+        params = SamplingParams(max_tokens=tokens + 1, temperature=temperature)
+        self.executor, self.whole = executor, tokens * len(prompts)
+        self.requests = [llm.request(p, params) for p in prompts]
+        for request in self.requests:
+            executor.submit(request)
+        while any(r.status in (Status.WAITING, Status.PREFILL) for r in self.requests):
+            # A request that has its first token waits at the barrier, as in the paper.
+            executor.prefill_step()
+        executor.metrics = Metrics()
+        self._seconds = 0.0
+        self._ended: dict[object, float] = {}
+
+    def advance(self, share: float = 1.0) -> None:
+        """Step until that share of the batch's tokens is there; 1: to the end."""
+        started = time.perf_counter() - self._seconds
+        while not self.executor.idle and (share >= 1 or self._decoded() < share * self.whole):
+            self.executor.step()
+            self._seconds = time.perf_counter() - started
+            for request in self.requests:
+                if request.finished and request.id not in self._ended:
+                    self._ended[request.id] = self._seconds
+
+    def _decoded(self) -> int:
+        return sum(len(r.output_ids) - 1 for r in self.requests)
+
+    def result(self) -> Decoded:
+        """Of a batch at its end. Raises RuntimeError where a request failed, ValueError where nothing was timed."""
+        failed = next((r for r in self.requests if r.finish_reason == "error"), None)
+        if failed is not None:
+            raise RuntimeError(failed.error or "a request failed")
+        rates = [(len(r.output_ids) - 1) / self._ended[r.id] for r in self.requests if len(r.output_ids) > 1]
+        if not rates:
+            raise ValueError("every answer ended with its first token; give other prompts")
+        return Decoded(sum(rates), statistics.median(rates), self.executor.metrics)
+
+
+def decode_in_turns(
+    llm: LLM, executors: dict[Name, Executor], prompts: list[list[int]], tokens: int, temperature: float = 0.0
+) -> dict[Name, Decoded]:
+    """The same batch under every executor, each over a cache of its own, in turns of an eighth of its tokens.
+
+    A machine's fast and slow seconds then fall on all of them alike.
+    """
+    batches = {name: Batch(llm, executor, prompts, tokens, temperature) for name, executor in executors.items()}
+    for turn in range(1, TURNS + 1):
+        for batch in batches.values():
+            batch.advance(turn / TURNS)
+    return {name: batch.result() for name, batch in batches.items()}
 
 
 def run(
@@ -104,21 +136,20 @@ def run(
     temperature: float = 0.0,
     say: Say = lambda line: None,
 ) -> dict[str, Any]:
-    """Every policy at every load, policies taking turns. Returns {"runs": …, "gains": …}.
+    """Every policy at every load, policies taking turns within each batch. Returns {"runs": …, "gains": …}.
 
     A round times at least ``requests`` requests at each load, in as many batches as that takes, and is their mean.
     Before the first every policy decodes one batch at every load untimed.
     """
     texts = prompts or [p["prompt"] for p in load_prompts()]
     ids = [llm.chat_ids(t) for t in texts]
-    executors = {name: llm.new_executor(name) for name in policies}
+    executors = {name: llm.new_executor(name, own_cache=True) for name in policies}
     points = {(name, load): Point(name, load) for load in loads for name in policies}
     interrupted = False
     try:
         for load in loads:  # untimed: the first batch pays for memory, and for what a policy must find out
-            for name in policies:
-                last = [ids[-1 - i % len(ids)] for i in range(load)]
-                decode_once(llm, executors[name], last, max(tokens // 2, 4), temperature)
+            last = [ids[-1 - i % len(ids)] for i in range(load)]
+            decode_in_turns(llm, executors, last, max(tokens // 2, 4), temperature)
         for round_index in range(rounds):
             order = policies[round_index % len(policies) :] + policies[: round_index % len(policies)]
             for load in loads:
@@ -127,8 +158,9 @@ def run(
                 batches = [[ids[(b * load + i) % len(ids)] for i in range(load)] for b in range(count)]
                 timed: dict[str, list[Decoded]] = {name: [] for name in policies}
                 for batch in batches:
-                    for name in order:
-                        timed[name].append(decode_once(llm, executors[name], batch, tokens, temperature))
+                    in_order = {name: executors[name] for name in order}
+                    for name, decoded in decode_in_turns(llm, in_order, batch, tokens, temperature).items():
+                        timed[name].append(decoded)
                 for name in policies:
                     points[name, load].add(timed[name])
                 say(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -109,17 +110,28 @@ class DFlash2Runner:
         self.embedding = embedding
         self.d2t = self.model.d2t.to(device)
         self.head = PackedLinear(head[self.d2t].to(dtype))
+        self.num_pages, self._page_size, self._dtype = num_pages, page_size, dtype
+        self._begin()
+
+    def beside(self) -> DFlash2Runner:
+        """Another one over the same weights, with a context of its own."""
+        other = copy.copy(self)
+        other._begin()
+        return other
+
+    def _begin(self) -> None:
         # A request in a batch holds a page, and drafts at most one block: that many scratch slots, after the pages.
-        self.num_pages, self._scratch = num_pages, num_pages * page_size
-        scratch_pages = -(-num_pages * (config.block + 1) // page_size)
+        config, page_size = self.model.config, self._page_size
+        self._scratch = self.num_pages * page_size
+        scratch_pages = -(-self.num_pages * (config.block + 1) // page_size)
         self.kv = PagedKV(
             config.num_layers,
-            num_pages + scratch_pages,
+            self.num_pages + scratch_pages,
             page_size,
             config.num_kv_heads,
             config.head_dim,
-            dtype,
-            device,
+            self._dtype,
+            self.embedding.device,
         )
 
     def extend(self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -26,8 +26,8 @@ _JUDGED_TOGETHER = 32
 
 
 class _Judged(NamedTuple):
-    """Drafts of a step whose outcome is known. forecast, survival: [m, K], of before and after the draft, the second not
-    yet corrected; lengths, verified, accepted: [m] tokens."""
+    """Drafts whose outcome is known. forecast, survival: [m, K], of before and after the draft, the second not yet
+    corrected; lengths, verified, accepted: [m] tokens."""
 
     forecast: npt.NDArray[np.floating]
     survival: npt.NDArray[np.floating]
