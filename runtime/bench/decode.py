@@ -186,50 +186,58 @@ def run(
 def gains(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each load: each policy over autoregressive decoding, and WCS over the best other one.
 
-    Ratios of medians; `…_range` holds the least and the largest ratio of a round's two figures, which were taken side
-    by side and so share the machine's slow minutes.
+    Medians over the rounds of the ratio of a round's two figures, which were taken side by side and so share the
+    machine's slow minutes; `…_range`: the least and the largest. The best other policy is the one WCS gains least on.
     """
     out = []
     for load in sorted({r["load"] for r in runs}):
-        here = {r["policy"]: r for r in runs if r["load"] == load}
+        rounds = {r["policy"]: r["rounds"] for r in runs if r["load"] == load}
         entry: dict[str, Any] = {"load": load}
-        if "ar" in here:
-            base = here["ar"]["throughput_tok_s"]
-            entry["over_ar"] = {name: round(r["throughput_tok_s"] / base, 3) for name, r in here.items()}
-            entry["over_ar_range"] = {name: _range(r, here["ar"]) for name, r in here.items()}
-        others = {n: r["throughput_tok_s"] for n, r in here.items() if n != "wcs"}
-        if "wcs" in here and others:
-            best = max(others, key=lambda n: others[n])
+        if "ar" in rounds:
+            over = {name: _ratios(mine, rounds["ar"]) for name, mine in rounds.items()}
+            entry["over_ar"] = {name: round(statistics.median(r), 3) for name, r in over.items()}
+            entry["over_ar_range"] = {name: _range(r) for name, r in over.items()}
+        others = [name for name in rounds if name != "wcs"]
+        if "wcs" in rounds and others:
+            over = {name: _ratios(rounds["wcs"], rounds[name]) for name in others}
+            best = min(over, key=lambda name: statistics.median(over[name]))
             entry["best_other"] = best
-            entry["wcs_over_best_other"] = round(here["wcs"]["throughput_tok_s"] / others[best], 3)
-            entry["wcs_over_best_other_range"] = _range(here["wcs"], here[best])
+            entry["wcs_over_best_other"] = round(statistics.median(over[best]), 3)
+            entry["wcs_over_best_other_range"] = _range(over[best])
         out.append(entry)
     return out
 
 
-def _range(run_: dict[str, Any], other: dict[str, Any]) -> list[float]:
-    ratios = [mine / theirs for mine, theirs in zip(run_["rounds"], other["rounds"], strict=False)]
+def _ratios(mine: list[float], theirs: list[float]) -> list[float]:
+    return [a / b for a, b in zip(mine, theirs, strict=False)]  # an interrupted round has some of the policies
+
+
+def _range(ratios: list[float]) -> list[float]:
     return [round(min(ratios), 3), round(max(ratios), 3)]
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as a text table: throughput by policy and load, and WCS's drafts."""
-    runs = result["runs"]
-    loads = sorted({r["load"] for r in runs})
+    """The result as a text table: throughput by policy and load (medians), beside autoregressive decoding and, for WCS,
+    the best other policy (medians of the rounds' ratios)."""
+    runs, gained = result["runs"], {g["load"]: g for g in result["gains"]}
     policies = list(dict.fromkeys(r["policy"] for r in runs))
     at = {(r["policy"], r["load"]): r for r in runs}
+    compared = any("best_other" in g for g in gained.values())
     lines = ["tokens/s by policy and load (in brackets: times autoregressive)"]
-    lines.append("load      " + "".join(f"{name:>18}" for name in policies))
-    for load in loads:
-        base = at.get(("ar", load), {}).get("throughput_tok_s")
+    lines.append("load      " + "".join(f"{name:>18}" for name in policies) + "   wcs / best other" * compared)
+    for load, gain in gained.items():
         cells = []
         for name in policies:
             run_ = at.get((name, load))
             if run_ is None:
                 cells.append(f"{'-':>18}")
                 continue
-            ratio = f" ({run_['throughput_tok_s'] / base:.2f})" if base else ""
+            ratio = f" ({gain['over_ar'][name]:.2f})" if "over_ar" in gain else ""
             cells.append(f"{run_['throughput_tok_s']:.1f}{ratio}".rjust(18))
+        if "best_other" in gain:
+            low, high = gain["wcs_over_best_other_range"]
+            best = f"{gain['wcs_over_best_other']:.2f} ({gain['best_other']}; rounds {low:.2f} to {high:.2f})"
+            cells.append("   " + best)
         lines.append(f"{load:<10}" + "".join(cells))
     return "\n".join(lines)
 

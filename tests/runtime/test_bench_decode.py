@@ -26,15 +26,24 @@ def test_a_round_is_the_mean_of_its_batches_and_a_point_the_median_of_its_rounds
     assert ar["drafter"] is None and RUNS[1]["drafter"] == "d"
 
 
-def test_gains_compare_medians_and_ranges_compare_rounds() -> None:
-    (gain,) = gains(RUNS)
+def test_gains_are_medians_of_the_ratios_within_rounds() -> None:
+    (gain,) = gains(RUNS)  # ar 10, 20, 10; full 9, 22, 11; wcs 12, 30, 11
     assert gain["load"] == 4 and gain["over_ar"] == {"ar": 1.0, "full": 1.1, "wcs": 1.2}
     assert gain["over_ar_range"]["wcs"] == [1.1, 1.5]
-    assert gain["best_other"] == "full" and gain["wcs_over_best_other"] == round(12 / 11, 3)
-    assert gain["wcs_over_best_other_range"] == [1.0, round(30 / 22, 3)]
+    assert gain["best_other"] == "ar" and gain["wcs_over_best_other"] == 1.2
+    assert gain["wcs_over_best_other_range"] == [1.1, 1.5]
+
+
+def test_slow_rounds_do_not_choose_the_best_other_policy() -> None:
+    """By the medians `full` (20) is far ahead of wcs (12); side by side wcs is."""
+    rounds = {"full": [[20.0], [20.0], [5.0]], "wcs": [[22.0], [12.0], [6.0]]}
+    (gain,) = gains([point(name, 1, figures).to_json(None) for name, figures in rounds.items()])
+    assert gain["wcs_over_best_other"] == 1.1 and gain["wcs_over_best_other_range"] == [0.6, 1.2]
 
 
 def test_without_a_policy_to_compare_with_there_is_no_ratio() -> None:
     assert gains(RUNS[2:]) == [{"load": 4}]
     assert "over_ar" not in gains(RUNS[1:])[0]
-    assert "12.0" in table({"runs": RUNS[2:]}) and "(1.20)" in table({"runs": RUNS})
+    assert "12.0" in table({"runs": RUNS[2:], "gains": gains(RUNS[2:])})
+    whole = table({"runs": RUNS, "gains": gains(RUNS)})
+    assert "(1.20)" in whole and "1.20 (ar; rounds 1.10 to 1.50)" in whole
