@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from trtllm_forespark.runtime.bench.decode import Decoded, Point, gains, table
+import pytest
+
+from trtllm_forespark.runtime.bench import decode
+from trtllm_forespark.runtime.bench.decode import Decoded, Point, decode_in_turns, gains, table
 from trtllm_forespark.runtime.metrics import Metrics
+from trtllm_forespark.runtime.request import Request
+
+from .markov import make_executor
 
 
 def point(policy: str, load: int, rounds: list[list[float]]) -> Point:
@@ -47,3 +53,46 @@ def test_without_a_policy_to_compare_with_there_is_no_ratio() -> None:
     assert "12.0" in table({"runs": RUNS[2:], "gains": gains(RUNS[2:])})
     whole = table({"runs": RUNS, "gains": gains(RUNS)})
     assert "(1.20)" in whole and "1.20 (ar; rounds 1.10 to 1.50)" in whole
+
+
+class Asks:
+    """The part of an engine that `decode_in_turns` needs."""
+
+    def __init__(self, eos: int | None = None) -> None:
+        self.eos, self.made = eos, 0
+
+    def request(self, prompt, params) -> Request:
+        self.made += 1
+        return Request(self.made, prompt, params, frozenset() if self.eos is None else frozenset({self.eos}))
+
+
+def test_policies_take_turns_within_a_batch(monkeypatch) -> None:
+    turns = []
+    advance = decode.Batch.advance
+
+    def watched(batch: decode.Batch, share: float = 1.0) -> None:
+        advance(batch, share)
+        turns.append((batch.executor, [len(r.output_ids) - 1 for r in batch.requests]))
+
+    monkeypatch.setattr(decode.Batch, "advance", watched)
+    executors = {"ar": make_executor("ar"), "full": make_executor("full", perfect=True)}
+    decoded = decode_in_turns(Asks(), executors, [[0], [1]], 16)
+    assert [e for e, _ in turns] == [*executors.values()] * decode.TURNS
+    assert [tokens for _, tokens in turns[::2]] == [[2 * turn] * 2 for turn in range(1, 9)]
+    assert turns[-1][1] == [16, 16] and decoded["ar"].metrics.emitted == decoded["full"].metrics.emitted == 32
+    assert decoded["ar"].metrics.steps == 16 > decoded["full"].metrics.steps
+    for executor in executors.values():
+        assert executor.idle and executor.scheduler.cache.used_pages == 0
+
+
+def test_answers_that_end_with_their_first_token_cannot_be_timed() -> None:
+    first = decode_first_token()
+    with pytest.raises(ValueError, match="ended with its first token"):
+        decode_in_turns(Asks(eos=first), {"ar": make_executor("ar")}, [[0]], 4)
+
+
+def decode_first_token() -> int:
+    executor = make_executor("ar")
+    batch = decode.Batch(Asks(), executor, [[0]], 1, 0.0)
+    batch.advance()
+    return batch.requests[0].output_ids[0]

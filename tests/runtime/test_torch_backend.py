@@ -154,3 +154,21 @@ def test_profiling_takes_turns_and_leaves_nothing_behind(target: PackedTransform
     np.testing.assert_allclose(
         draft(used, 0, [0, 1], text[-1], 20)[1].survival, draft(fresh, 0, [0, 1], text[-1], 20)[1].survival, atol=1e-5
     )
+
+
+def test_a_backend_beside_another_shares_its_weights_and_nothing_else(target: PackedTransformer) -> None:
+    rng = np.random.default_rng(3)
+    texts = [rng.integers(3, 97, 20).tolist() for _ in range(2)]
+    first = make(target)
+    feed(first, [0], [[0, 1]], [texts[0][:18]], 0)
+    second = first.beside()
+    feed(second, [0], [[0, 1]], [texts[1][:18]], 0)
+    for backend, text in ((first, texts[0]), (second, texts[1])):
+        feed(backend, [0], [[0, 1]], [text[18:]], 18)  # waits
+    assert second.runner.model is first.runner.model and second.runner.head is first.runner.head
+    for backend, text in ((second, texts[1]), (first, texts[0])):
+        alone = make(target)
+        feed(alone, [0], [[0, 1]], [text], 0)
+        mine, wanted = (draft(b, 0, [0, 1], text[-1], 20) for b in (backend, alone))
+        torch.testing.assert_close(mine[0].survival, wanted[0].survival, atol=1e-5, rtol=0)
+        np.testing.assert_allclose(mine[1].survival, wanted[1].survival, atol=1e-5)
