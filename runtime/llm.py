@@ -95,11 +95,11 @@ class LLM:
         """Use this table from now on (simulations, tests); executors that exist keep theirs."""
         self._table = table
 
-    def new_executor(self, policy: str, *, own_cache: bool = False, **policy_settings: Any) -> Executor:
+    def new_executor(self, policy: str, *, cache_tokens: int | None = None, **policy_settings: Any) -> Executor:
         """Another executor over the same weights, under another policy.
 
-        Those over the engine's cache run one at a time. own_cache: a cache beside it, as large, so that others may be
-        in the middle of a batch while this one steps.
+        Those over the engine's cache run one at a time. cache_tokens: of a cache of its own, so that others may be in
+        the middle of a batch while this one steps.
         """
         config = self.config
         if policy != "ar" and self.backend.spec is None:
@@ -120,7 +120,9 @@ class LLM:
             prior=None if self.mean_survival is None else prefix_survival(self.mean_survival[None])[0],
             adapt=config.adapt,
         )
-        backend = self.backend.beside() if own_cache else self.backend
+        backend = self.backend
+        if cache_tokens is not None:
+            backend = backend.beside(-(-cache_tokens // backend.page_size))
         return Executor(backend, controller, ExecutorConfig(config.max_batch_size, config.max_num_tokens, config.seed))
 
     # Generation -------------------------------------------------------------------------------------------------

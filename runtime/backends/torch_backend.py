@@ -77,11 +77,12 @@ class TorchBackend:
             self.spec, self._capture = self.runner.spec, self.runner.spec.capture_layers
         self._begin()
 
-    def beside(self) -> TorchBackend:
-        """Another one over the same weights, with a cache and a context of its own."""
+    def beside(self, num_pages: int) -> TorchBackend:
+        """Another one over the same weights, with a cache and a context of its own, of so many pages."""
         other = copy.copy(self)
+        other.num_pages = num_pages
         if self.runner is not None:
-            other.runner = self.runner.beside()
+            other.runner = self.runner.beside(num_pages)
         other._begin()
         return other
 

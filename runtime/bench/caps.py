@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from trtllm_forespark.runtime.bench.decode import decode_in_turns
+from trtllm_forespark.runtime.bench.decode import cache_for, decode_in_turns
 from trtllm_forespark.runtime.bench.prompts import load_prompts
 from trtllm_forespark.wcs.policies import fastest_caps
 
@@ -25,8 +25,10 @@ def measure_caps(
     assert llm.backend.spec is not None
     ids = [llm.chat_ids(p["prompt"]) for p in load_prompts()][::-1]
     loads = tuple(n for n in loads if n <= llm.config.max_batch_size)
+    room = cache_for(llm, ids, max(loads), tokens)
     executors = {
-        cap: llm.new_executor("batchwise", own_cache=True, caps={1: cap}) for cap in range(llm.backend.spec.block + 1)
+        cap: llm.new_executor("batchwise", cache_tokens=room, caps={1: cap})
+        for cap in range(llm.backend.spec.block + 1)
     }
     speed: dict[int, dict[int, float]] = {load: {} for load in loads}
     for round_index in range(rounds):

@@ -111,6 +111,12 @@ class Batch:
         return Decoded(sum(rates), statistics.median(rates), self.executor.metrics)
 
 
+def cache_for(llm: LLM, prompts: list[list[int]], load: int, tokens: int) -> int:
+    """Tokens of a cache that holds ``load`` of the prompts and ``tokens`` answered to each, in whole pages."""
+    page = llm.backend.page_size
+    return load * -(-(max(map(len, prompts)) + tokens + 1) // page) * page
+
+
 def decode_in_turns(
     llm: LLM, executors: dict[Name, Executor], prompts: list[list[int]], tokens: int, temperature: float = 0.0
 ) -> dict[Name, Decoded]:
@@ -143,7 +149,8 @@ def run(
     """
     texts = prompts or [p["prompt"] for p in load_prompts()]
     ids = [llm.chat_ids(t) for t in texts]
-    executors = {name: llm.new_executor(name, own_cache=True) for name in policies}
+    room = cache_for(llm, ids, max(loads), tokens)
+    executors = {name: llm.new_executor(name, cache_tokens=room) for name in policies}
     points = {(name, load): Point(name, load) for load in loads for name in policies}
     interrupted = False
     try:

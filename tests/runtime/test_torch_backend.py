@@ -161,7 +161,7 @@ def test_a_backend_beside_another_shares_its_weights_and_nothing_else(target: Pa
     texts = [rng.integers(3, 97, 20).tolist() for _ in range(2)]
     first = make(target)
     feed(first, [0], [[0, 1]], [texts[0][:18]], 0)
-    second = first.beside()
+    second = first.beside(2)
     feed(second, [0], [[0, 1]], [texts[1][:18]], 0)
     for backend, text in ((first, texts[0]), (second, texts[1])):
         feed(backend, [0], [[0, 1]], [text[18:]], 18)  # waits

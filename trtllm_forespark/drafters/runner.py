@@ -113,9 +113,10 @@ class DFlash2Runner:
         self.num_pages, self._page_size, self._dtype = num_pages, page_size, dtype
         self._begin()
 
-    def beside(self) -> DFlash2Runner:
-        """Another one over the same weights, with a context of its own."""
+    def beside(self, num_pages: int) -> DFlash2Runner:
+        """Another one over the same weights, with a context of its own, of so many pages."""
         other = copy.copy(self)
+        other.num_pages = num_pages
         other._begin()
         return other
 
