@@ -128,6 +128,7 @@ class Executor:
             draft=spent["draft"],
             verify=spent["verify"],
             whole=took,
+            look=spent["pre_draft"] + spent["schedule"],
         )
         return work
 

@@ -19,7 +19,7 @@ Say = Callable[[str], None]
 Name = TypeVar("Name", str, int)
 
 #: Turns of a policy in a batch.
-TURNS = 8
+TURNS = 32
 
 
 @dataclass
@@ -120,7 +120,7 @@ def cache_for(llm: LLM, prompts: list[list[int]], load: int, tokens: int) -> int
 def decode_in_turns(
     llm: LLM, executors: dict[Name, Executor], prompts: list[list[int]], tokens: int, temperature: float = 0.0
 ) -> dict[Name, Decoded]:
-    """The same batch under every executor, each over a cache of its own, in turns of an eighth of its tokens.
+    """The same batch under every executor, each over a cache of its own, in `TURNS` turns.
 
     A machine's fast and slow seconds then fall on all of them alike.
     """

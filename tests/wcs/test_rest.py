@@ -102,3 +102,26 @@ def test_what_is_not_known_is_not_judged() -> None:
         rest.saw(4, True, 4, 0.0, 1.0, 1.0)
         rest.saw(4, True, 4, 9.0, 1.0, 0.0)
     assert not rest.skips(4)
+
+
+def test_what_a_look_itself_takes_is_timed_and_so_soon_known() -> None:
+    """It finds nothing to draft and takes 4% of a step, less than steps differ by."""
+    for seed in range(20):
+        rest, random, seen = Rest(), np.random.default_rng(seed), ""
+        for _ in range(100):
+            passes = rest.skips(32)
+            seen += "r" if passes else "l"
+            step, look = np.exp(0.1 * random.standard_normal()), 0.0 if passes else 0.04
+            rest.saw(32, not passes, 32, step + look, 1.0, 1.0, look)
+        assert seen.count("l") <= 16, seed
+
+
+@pytest.mark.parametrize("stalled", [0, 20])
+def test_a_stalled_look_does_not_end_looking(stalled: int) -> None:
+    rest, passed = Rest(), 0
+    for step in range(60):
+        passes = rest.skips(4)
+        look = 50.0 if step == stalled else 0.0 if passes else 0.03
+        passed += passes
+        rest.saw(4, not passes, *((4, 1.0) if passes else (6, 1.2 + look)), 1.0 if passes else 1.2, 1.0, look)
+    assert passed <= 12

@@ -225,8 +225,10 @@ class WcsController:
         draft: float,
         verify: float,
         whole: float,
+        look: float = 0.0,
     ) -> None:
-        """What the step just done gave and took: tokens, seconds of the draft pass, of verification, and of all."""
+        """What the step just done gave and took: tokens, seconds of the draft pass, of verification, of all, and of the
+        estimate and the schedule together."""
         lengths = np.asarray(plan.draft_lengths)
         n = len(lengths)
         if not self._adapt or self.pace is None or num_tokens != n or n == 0:
@@ -240,7 +242,7 @@ class WcsController:
         self.pace.saw(**times)
         if self.rest is not None and plan.looked is not None:
             price, plain = draft_price + verify_price, float(prices.verify_at(n))
-            self.rest.saw(n, plan.looked, tokens, whole, price, plain)
+            self.rest.saw(n, plan.looked, tokens, whole, price, plain, look)
 
     def forget(self, key: Key) -> None:
         """A request ended or was preempted. A key of an old generation forgets nothing."""
