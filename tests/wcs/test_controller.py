@@ -192,8 +192,9 @@ def steps(controller: WcsController, survival: np.ndarray, count: int, overhead:
         draft = float(TABLE.draft_seconds((lengths > 0).sum(), lengths.sum() + (lengths > 0).sum()))
         verify = float(TABLE.verify_seconds(n, n + lengths.sum()))
         accepted = survival[np.arange(n), np.maximum(lengths, 1) - 1].sum() if lengths.any() else 0.0
-        whole = draft + verify + (overhead if plan.looked else 0.0)
-        controller.timed(plan, Selection(lengths), n, tokens=n + accepted, draft=draft, verify=verify, whole=whole)
+        look = overhead if plan.looked else 0.0
+        took = {"draft": draft, "verify": verify, "whole": draft + verify + look, "look": look}
+        controller.timed(plan, Selection(lengths), n, tokens=n + accepted, **took)
     return seen
 
 
