@@ -97,7 +97,8 @@ class _Load:
     @property
     def gain(self) -> float:
         """Log of tokens a second with looks over those without (each request then gets one)."""
-        return math.log(self.tokens / (self.price + self.look * self.looks)) - self.drafts / self.looks * self.times.cost
+        priced = self.price + self.look * self.looks
+        return math.log(self.tokens / priced) - self.drafts / self.looks * self.times.cost
 
     @property
     def doubt(self) -> float:
