@@ -83,9 +83,11 @@ class _Load:
     def neighbour(self, step: int) -> _Load:
         """What is believed of a load next to this one."""
         share = min(_BELIEF / self.looks, 1.0)
-        times = replace(self.times, level_var=_LEVEL**2, covariance=0.0, cost_var=_COST**2)
-        sums = (self.tokens, self.squares, self.price, self.looks, self.drafts)
-        return _Load(*(share * x for x in sums), self.look, times, step)
+        known = replace(self, times=replace(self.times, level_var=_LEVEL**2, covariance=0.0, cost_var=_COST**2))
+        known.tokens, known.squares, known.price = share * self.tokens, share * self.squares, share * self.price
+        known.looks, known.drafts = share * self.looks, share * self.drafts
+        known.seen, known.rest, known.drafts_since = step, 1, 0
+        return known
 
     def looked(self, tokens: float, price: float, look: float | None) -> None:
         if look is not None:
