@@ -76,9 +76,9 @@ def test_policies_take_turns_within_a_batch(monkeypatch) -> None:
 
     monkeypatch.setattr(decode.Batch, "advance", watched)
     executors = {"ar": make_executor("ar"), "full": make_executor("full", perfect=True)}
-    decoded = decode_in_turns(Asks(), executors, [[0], [1]], 16)
+    decoded = decode_in_turns(Asks(), executors, [[0], [1]], decode.TURNS // 2)
     assert [e for e, _ in turns] == [*executors.values()] * decode.TURNS
-    assert [tokens for _, tokens in turns[::2]] == [[2 * turn] * 2 for turn in range(1, 9)]
+    assert [tokens for _, tokens in turns[::2]] == [[-(-turn // 2)] * 2 for turn in range(1, decode.TURNS + 1)]
     assert turns[-1][1] == [16, 16] and decoded["ar"].metrics.emitted == decoded["full"].metrics.emitted == 32
     assert decoded["ar"].metrics.steps == 16 > decoded["full"].metrics.steps
     for executor in executors.values():
