@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trtllm_forespark.drafters.runner import BlockRunner
 from trtllm_forespark.files import write_text
 from trtllm_forespark.models.registry import locate_drafter
 from trtllm_forespark.runtime.bench.scheduler import record
-from trtllm_forespark.runtime.writing import answers, target_features
+from trtllm_forespark.runtime.writing import answers, target_views
 from trtllm_forespark.training.answers import Answer, AnswerLog
 from trtllm_forespark.training.calibrate import fit, judge
 from trtllm_forespark.training.replay import Replay, Text, Trace
@@ -26,12 +27,13 @@ if TYPE_CHECKING:
 def greedy_texts(
     llm: LLM, prompts: list[str], max_tokens: int, say: Callable[[str], None], log: AnswerLog | None = None
 ) -> list[Text]:
-    """What the target answers greedily, with the captured features; answers of one token are left out.
+    """What the target answers greedily, with what the drafter reads of it; answers of one token are left out.
 
     log: answers of an earlier run are taken from it, new ones added.
     """
-    assert llm.backend.spec is not None
-    read = target_features(llm, llm.backend.spec.capture_layers)
+    spec = llm.backend.spec
+    assert spec is not None
+    read = target_views(llm, spec.capture_layers, spec.kv_layers)
     done = log.done if log else {}
     todo = log.todo() if log else list(enumerate(prompts))
     if len(todo) < len(prompts):
@@ -48,7 +50,8 @@ def greedy_texts(
         answer = done[index]
         if len(answer.response) >= 2:
             tokens = np.array(answer.prompt + answer.response)
-            texts.append(Text(tokens, read(tokens, 1)[0], len(answer.prompt)))
+            features, _, views = read(tokens, 1)
+            texts.append(Text(tokens, features, len(answer.prompt), views))
     if not texts:
         raise ValueError("no answer was long enough to draft in; give longer answers (max tokens) or other prompts")
     return texts
@@ -80,8 +83,8 @@ def calibrate(
     traces = []
     for part in ([t for i, t in enumerate(texts) if i not in held], [t for i, t in enumerate(texts) if i in held]):
         by_length: dict[int, Trace] = {}
-        for chunk in page_chunks(part, runner.num_pages, runner.kv.page_size):
-            replay = Replay(runner, chunk)
+        for chunk in page_chunks(part, runner):
+            replay = Replay(runner, chunk, llm.backend.kv)
             for length in lengths:
                 trace = replay.run(length)
                 by_length[length] = trace.joined(by_length.get(length))
@@ -115,13 +118,13 @@ def logged(say: Callable[[str], None], path: Path) -> Callable[[str], None]:
     return both
 
 
-def page_chunks(texts: list[Text], num_pages: int, page_size: int) -> list[list[Text]]:
-    """Texts in runs whose pages fit the drafter's pool."""
+def page_chunks(texts: list[Text], runner: BlockRunner) -> list[list[Text]]:
+    """Texts in runs whose pages and seats the drafter has."""
     chunks: list[list[Text]] = [[]]
     used = 0
     for text in texts:
-        pages = -(-len(text.tokens) // page_size)
-        if used + pages > num_pages and chunks[-1]:
+        pages = -(-len(text.tokens) // runner.page_size)
+        if chunks[-1] and (used + pages > runner.num_pages or len(chunks[-1]) == runner.seats):
             chunks.append([])
             used = 0
         chunks[-1].append(text)

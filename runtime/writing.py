@@ -87,13 +87,25 @@ def _continuations(
 
 def target_features(llm: LLM, capture: Sequence[int]) -> Features:
     """One target pass a text, on a cache of its own."""
+    read = target_views(llm, capture, ())
+
+    def features(tokens: np.ndarray, responses: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return read(tokens, responses)[:2]
+
+    return features
+
+
+def target_views(
+    llm: LLM, capture: Sequence[int], kv_layers: Sequence[int]
+) -> Callable[[np.ndarray, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """`Features`, and the target's keys and values [layers, 2, T, kv_heads, d] at ``kv_layers`` (None for none)."""
     target = llm.backend.target
     pages = -(-llm.max_seq_len // 64)
     kv = target.new_kv(pages, 64)
     table = np.arange(pages)[None, :]
 
     @torch.inference_mode()
-    def read(tokens: np.ndarray, responses: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(tokens: np.ndarray, responses: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         if len(tokens) > llm.max_seq_len:
             raise ValueError(f"a text of {len(tokens)} tokens exceeds the context of {llm.max_seq_len}")
         length = len(tokens)
@@ -101,6 +113,9 @@ def target_features(llm: LLM, capture: Sequence[int]) -> Features:
         rows = torch.arange(length - 1 - responses, length - 1, device=target.device)
         output = target.forward(batch, kv, rows, capture)
         assert output.features is not None and output.logits is not None
-        return output.features.cpu(), output.logits.cpu()
+        views = None
+        if kv_layers:
+            views = torch.stack([torch.stack(kv.read(layer, batch.slots)) for layer in kv_layers]).cpu()
+        return output.features.cpu(), output.logits.cpu(), views
 
     return read

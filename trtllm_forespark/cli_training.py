@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trtllm_forespark.drafters.config import DFlash2Config
+    from trtllm_forespark.drafters.config import BlockConfig
     from trtllm_forespark.models.config import ModelConfig
 
 
@@ -90,7 +90,7 @@ def train(args: argparse.Namespace) -> int:
     embedding, head, norm = (
         w.float().cpu() for w in (target.embedding_weight(), target.lm_head_weight(), target.final_norm_weight())
     )
-    trainer = Trainer(config, settings, stores, embedding, head, norm, output, start)
+    trainer = Trainer(config, settings, stores, embedding, head, norm, output, start, target.keys_values)
     final = trainer.run(lambda line: say(json.dumps(line)))
     save_drafter(output, trainer.model)
     print(
@@ -100,13 +100,28 @@ def train(args: argparse.Namespace) -> int:
     return 130 if final["interrupted"] else 0
 
 
-def new_config(args: argparse.Namespace, target: ModelConfig, name: str) -> DFlash2Config:
+def new_config(args: argparse.Namespace, target: ModelConfig, name: str) -> BlockConfig:
     """The drafter that `train` was asked for; its layers are shaped like the target's."""
-    from trtllm_forespark.drafters.config import DFlash2Config
+    from trtllm_forespark.drafters.config import KINDS
 
-    return DFlash2Config(
+    count = args.layers or (3 if args.drafter == "longspark" else 2)
+    capture = args.capture or evenly_spaced(target.num_layers)
+    own: dict[str, Any] = {}
+    if args.drafter == "longspark":
+        inputs = evenly_chosen(capture, count)
+        own = {
+            "kv_layers": tuple(min(layer + 1, target.num_layers - 1) for layer in inputs),
+            "window": args.window,
+            "summary_rows": args.summary_rows,
+            "views": tuple(v for v in ("boundary", "window", "summary") if v not in args.without),
+        }
+    if args.drafter == "dspark":
+        own = {"sample_from_anchor": args.layout == "anchor"}
+    if args.drafter != "dflash2":
+        own["markov_head_type"] = args.markov_head
+    return KINDS[args.drafter](
         hidden_size=target.hidden_size,
-        num_layers=args.layers,
+        num_layers=count,
         num_heads=target.num_heads,
         num_kv_heads=target.num_kv_heads,
         head_dim=target.head_dim,
@@ -117,10 +132,11 @@ def new_config(args: argparse.Namespace, target: ModelConfig, name: str) -> DFla
         vocab_size=target.vocab_size,
         draft_vocab_size=min(args.draft_vocab, target.vocab_size),
         block=args.block,
-        capture_layers=tuple(args.capture or evenly_spaced(target.num_layers)),
+        capture_layers=tuple(capture),
         target_layers=target.num_layers,
         causal=args.causal,
         target=name,
+        **own,
     )
 
 
@@ -155,10 +171,13 @@ def profile(args: argparse.Namespace) -> int:
 
 
 def every(say: Callable[[str], None], what: str, parts: int = 50) -> Callable[[int, int], None]:
-    """A progress callback that speaks about ``parts`` times in all."""
+    """A progress callback that speaks about ``parts`` times in all, however often it is called."""
+    spoken = 0
 
     def report(done: int, total: int) -> None:
-        if done == total or done % max(1, total // parts) == 0:
+        nonlocal spoken
+        if done == total or done * parts >= (spoken + 1) * total:
+            spoken = done * parts // max(total, 1)
             say(f"{done} of {total} {what}")
 
     return report
@@ -168,6 +187,16 @@ def evenly_spaced(num_layers: int, count: int = 5) -> list[int]:
     """Captured layers as published drafters choose them: from the second to the one before the last, evenly spaced."""
     first, last = min(1, num_layers - 1), max(num_layers - 2, 0)
     return sorted({round(first + (last - first) * i / (count - 1)) for i in range(count)})
+
+
+def evenly_chosen(layers: list[int], count: int) -> list[int]:
+    """``count`` of the captured layers, the first and the last among them; LongSpark's draft layers read the keys and
+    values of the target layers that come next, so that training can make them from what was captured."""
+    if count == 1:
+        return layers[-1:]
+    if count > len(layers):
+        raise ValueError(f"--layers {count}: LongSpark needs a captured layer for each; capture that many (--capture)")
+    return [layers[round(i * (len(layers) - 1) / (count - 1))] for i in range(count)]
 
 
 def add_commands(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> None:
@@ -203,11 +232,35 @@ def add_commands(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> 
         metavar="DIR",
         help="start from this drafter's weights; its shape, captured layers and draft vocabulary are taken over",
     )
+    made.add_argument("--drafter", choices=("dflash2", "dspark", "longspark"), default="dflash2")
     made.add_argument("--block", type=int, default=7, help="K, the longest draft (default: %(default)s)")
-    made.add_argument("--layers", type=int, default=2, help="decoder layers of the drafter (default: %(default)s)")
+    made.add_argument(
+        "--layers", type=int, default=None, help="decoder layers of the drafter (default: 2, longspark 3)"
+    )
     made.add_argument("--draft-vocab", type=int, default=12288)
     made.add_argument(
         "--capture", type=lambda s: [int(x) for x in s.split(",")], default=None, help="captured target layers, from 0"
+    )
+    made.add_argument(
+        "--markov-head",
+        choices=("vanilla", "gated", "rnn"),
+        default="vanilla",
+        help="correction by the token before, of dspark and longspark (default: %(default)s)",
+    )
+    made.add_argument(
+        "--layout",
+        choices=("anchor", "extra"),
+        default="anchor",
+        help="dspark: the anchor's slot predicts position 1, or a block has a slot more (default: %(default)s)",
+    )
+    made.add_argument("--window", type=int, default=256, help="longspark: newest tokens seen one by one")
+    made.add_argument("--summary-rows", type=int, default=16, help="longspark: frozen queries a layer and head")
+    made.add_argument(
+        "--without",
+        nargs="+",
+        choices=("boundary", "window", "summary"),
+        default=[],
+        help="longspark: views to leave out, for ablations",
     )
     made.add_argument("--causal", action="store_true", help="directional: causal attention within the block")
     made.add_argument(

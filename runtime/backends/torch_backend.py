@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from trtllm_forespark.drafters.base import DraftContext, DrafterSpec, Proposer
+from trtllm_forespark.drafters.base import DraftContext, DrafterSpec, Proposer, Verified
+from trtllm_forespark.drafters.block import BlockDrafter
 from trtllm_forespark.drafters.calibration import Calibration
-from trtllm_forespark.drafters.dflash2 import DFlash2
-from trtllm_forespark.drafters.runner import DFlash2Runner
+from trtllm_forespark.drafters.runner import BlockRunner, make_runner
 from trtllm_forespark.models.transformer import PackedBatch, PackedTransformer
 from trtllm_forespark.runtime.backends.base import DraftBatch, TargetBatch
 from trtllm_forespark.wcs.stages import Draft, Estimate
@@ -53,7 +53,7 @@ class TorchBackend:
     def __init__(
         self,
         target: PackedTransformer,
-        drafter: tuple[DFlash2, Calibration] | None,
+        drafter: tuple[BlockDrafter, Calibration] | None,
         *,
         max_batch_size: int,
         max_seq_len: int,
@@ -65,13 +65,13 @@ class TorchBackend:
         self.max_seq_len, self.vocab_size = max_seq_len, config.vocab_size
         self.page_size, self.num_pages, self.max_batch_size = page_size, num_pages, max_batch_size
         target.rope.tabulate(max_seq_len)
-        self.runner: DFlash2Runner | None = None
+        self.runner: BlockRunner | None = None
         self.spec: DrafterSpec | None = None
         self._capture: tuple[int, ...] = ()
         if drafter is not None:
             model, calibration = drafter
-            self.runner = DFlash2Runner(
-                model, calibration, target.embedding_weight(), target.lm_head_weight(), num_pages, page_size, self.dtype
+            self.runner = make_runner(
+                model, calibration, target.embedding_weight(), target.lm_head_weight(), page_size, self.dtype
             )
             model.rope.tabulate(max_seq_len)
             self.spec, self._capture = self.runner.spec, self.runner.spec.capture_layers
@@ -81,8 +81,7 @@ class TorchBackend:
         """Another one over the same weights, with a cache and a context of its own, of so many pages."""
         other = copy.copy(self)
         other.num_pages = num_pages
-        if self.runner is not None:
-            other.runner = self.runner.beside(num_pages)
+        other.runner = copy.copy(self.runner)
         other._begin()
         return other
 
@@ -92,6 +91,7 @@ class TorchBackend:
         self._last: _LastPass | None = None
         if self.runner is None:
             return
+        self.runner.begin(self.num_pages, self.max_batch_size, self.kv)
         hidden = self.target.config.hidden_size
         # Committed tokens that the drafter's context lacks, the first `_waits` rows. One block for good: small ones
         # kept from step to step would cut up the heap, and every step's logits would be fresh pages.
@@ -105,8 +105,6 @@ class TorchBackend:
         )
         self._waits = 0
         self._epoch = np.zeros(self.max_batch_size, np.int64)  # how often a seat was given up
-        # Context feature of each seat's newest token (§4.2 reads it).
-        self._context = torch.zeros(self.max_batch_size, hidden, dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
     def warm(self, most: int) -> None:
@@ -180,34 +178,32 @@ class TorchBackend:
     def _extend(self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, seats: np.ndarray) -> None:
         if self.runner is None or not len(seats):
             return
-        context = self.runner.extend(features, positions, slots)
-        whose, newest = np.unique(seats[::-1], return_index=True)
-        self._context.index_copy_(
-            0, self._tensor(whose), context.index_select(0, self._tensor(len(seats) - 1 - newest))
-        )
+        self.runner.append(Verified(features, positions, slots, seats))
 
     def release(self, seat: int) -> None:
         if self.runner is not None:
             self._epoch[seat] += 1
             if not (self._waiting.epochs == self._epoch[self._waiting.seats])[: self._waits].any():
                 self._waits = 0
+            self.runner.free(seat)
 
     @torch.inference_mode()
     def clear(self, pages: Sequence[int]) -> None:
-        for kv in (self.kv, self.runner.kv if self.runner else None):
-            if kv is not None:
-                kv.clear(self._tensor(pages))
+        self.kv.clear(self._tensor(pages))
+        if self.runner is not None:
+            self.runner.clear(self._tensor(pages))
 
     @torch.inference_mode()
     def estimate(self, batch: DraftBatch) -> Estimate:
         if self.runner is None:
             raise RuntimeError("no drafter is loaded; pre-draft estimates need one")
         self._absorb()
-        return self.runner.estimate(self._tensor(batch.anchors), self._context[self._tensor(batch.seats)])
+        return self.runner.estimate(DraftContext(batch.anchors, batch.positions, batch.seats))
 
     @torch.inference_mode()
     def draft(self, batch: DraftBatch, lengths: Sequence[int], propose: Proposer) -> Draft:
         if self.runner is None:
             raise RuntimeError("no drafter is loaded")
         self._absorb()
-        return self.runner.draft(DraftContext(batch.anchors, batch.positions), lengths, batch.page_table, propose)
+        context = DraftContext(batch.anchors, batch.positions, batch.seats)
+        return self.runner.draft(context, lengths, batch.page_table, propose)

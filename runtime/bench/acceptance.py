@@ -26,8 +26,8 @@ def run(llm: LLM, dataset: str | None, limit: int, tokens: int, say: Callable[[s
     prompts = [p["prompt"] for p in load_prompts(dataset)][:limit]
     texts = greedy_texts(llm, prompts, tokens, say)
     trace, seconds = None, 0.0
-    for chunk in page_chunks(texts, runner.num_pages, runner.kv.page_size):
-        replay = Replay(runner, chunk)
+    for chunk in page_chunks(texts, runner):
+        replay = Replay(runner, chunk, llm.backend.kv)
         started = time.perf_counter()
         trace = replay.run(runner.spec.block).joined(trace)
         seconds += time.perf_counter() - started

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from trtllm_forespark.drafters.base import DraftContext
+from trtllm_forespark.drafters.base import DraftContext, Verified
 from trtllm_forespark.drafters.calibration import Calibration
 from trtllm_forespark.drafters.checkpoint import load_drafter, save_drafter
 from trtllm_forespark.drafters.config import DFlash2Config
 from trtllm_forespark.drafters.dflash2 import DFlash2
-from trtllm_forespark.drafters.runner import Blocks, DFlash2Runner
+from trtllm_forespark.drafters.packing import Blocks
+from trtllm_forespark.drafters.paged_context import PagedRunner
 from trtllm_forespark.training.replay import greedy_choice
 
 CONFIG = DFlash2Config(
@@ -49,14 +50,16 @@ def random_drafter(config: DFlash2Config, std: float = 0.3, seed: int = 0) -> DF
     return model
 
 
-def make_runner(config: DFlash2Config = CONFIG, seed: int = 0) -> DFlash2Runner:
+def make_runner(config: DFlash2Config = CONFIG, seed: int = 0) -> PagedRunner:
     model = random_drafter(config, seed=seed)
     embedding, head = torch.randn(config.vocab_size, 32), torch.randn(config.vocab_size, 32)
     calibration = Calibration.identity(config.block, config.estimator_outputs)
-    return DFlash2Runner(model, calibration, embedding, head, num_pages=24, page_size=PAGE, dtype=torch.float32)
+    runner = PagedRunner(model, calibration, embedding, head, page_size=PAGE, dtype=torch.float32)
+    runner.begin(num_pages=24, seats=8)
+    return runner
 
 
-def fill(runner: DFlash2Runner, lengths: list[int], seed: int = 1) -> tuple[DraftContext, np.ndarray]:
+def fill(runner: PagedRunner, lengths: list[int], seed: int = 1) -> tuple[DraftContext, np.ndarray]:
     """Contexts of the given lengths, on pages handed out in turns so that no request's pages lie together."""
     generator = torch.Generator().manual_seed(seed)
     n, most = len(lengths), max(-(-length // PAGE) for length in lengths)
@@ -65,19 +68,19 @@ def fill(runner: DFlash2Runner, lengths: list[int], seed: int = 1) -> tuple[Draf
         positions = torch.arange(length)
         slots = torch.from_numpy(table[i])[positions // PAGE] * PAGE + positions % PAGE
         captured = torch.randn(length, 2, 32, generator=generator)
-        runner.extend(captured, positions, slots)
+        runner.append(Verified(captured, positions, slots, np.full(length, i)))
     anchors = torch.randint(0, 90, (n,), generator=generator)
-    return DraftContext(anchors, torch.tensor(lengths)), table
+    return DraftContext(anchors, torch.tensor(lengths), torch.arange(n)), table
 
 
-def hidden_of(runner: DFlash2Runner, context: DraftContext, lengths, table) -> tuple[torch.Tensor, torch.Tensor]:
+def hidden_of(runner: PagedRunner, context: DraftContext, lengths, table) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states of packed blocks and each slot's in-block index."""
-    at = Blocks.of(np.asarray(lengths))
-    return runner._hidden(context, at, table), torch.from_numpy(at.index)
+    at = Blocks.of(np.asarray(lengths), runner.spec.anchor_slots)
+    return runner.hidden(context, at, table), torch.from_numpy(at.index)
 
 
 def rows(context: DraftContext, which: list[int]) -> DraftContext:
-    return DraftContext(context.anchors[which], context.positions[which])
+    return DraftContext(context.anchors[which], context.positions[which], context.seats[which])
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -102,7 +105,7 @@ def test_a_packed_request_drafts_as_if_alone(causal: bool) -> None:
         )
         mine = slice(int(together.cu_lengths[i]), int(together.cu_lengths[i + 1]))
         assert torch.equal(together.token_ids[mine], single.token_ids)
-        torch.testing.assert_close(post[i], single_post[0], atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(post[i], single_post[0], atol=1e-5, rtol=1e-5)
 
 
 def test_requests_of_length_zero_take_no_part() -> None:
@@ -131,9 +134,9 @@ def test_convolution_never_reads_across_a_blocks_start() -> None:
     context, table = fill(runner, [5, 5])
     lengths = torch.tensor([2, 2])
     first = runner.draft_with_logits(context, lengths, table, greedy_choice)[1][1]
-    changed = DraftContext((context.anchors + torch.tensor([7, 0])) % 90, context.positions)
+    changed = dataclasses.replace(context, anchors=(context.anchors + torch.tensor([7, 0])) % 90)
     second = runner.draft_with_logits(changed, lengths, table, greedy_choice)[1]
-    torch.testing.assert_close(first, second[1], atol=1e-6, rtol=1e-6)
+    np.testing.assert_allclose(first, second[1], atol=1e-6, rtol=1e-6)
 
 
 def test_slot_j_gives_position_j() -> None:
@@ -148,9 +151,9 @@ def test_slot_j_gives_position_j() -> None:
     draft, _ = runner.draft_with_logits(context, lengths, table, greedy_choice)
     logits = runner.head(hidden[1:2])
     best = logits.topk(CONFIG.selector_top_k, -1)
-    scores = model.candidate_selector.scores(
-        best.values, model.candidate_selector.hidden_projection(hidden[1:2]), context.anchors[:, None], best.indices
-    )
+    selector = model.candidate_selector
+    latents = selector.latents(hidden[1:2], context.anchors[:, None])[0]
+    scores = selector.scores(best.values, latents, best.indices)
     assert draft.token_ids[0] == runner.d2t[best.indices[0, scores.argmax()]]
     assert expected.shape == (4, 32)
 
@@ -170,7 +173,7 @@ def test_the_walk_over_all_predecessors_is_the_walk_from_left_to_right() -> None
             expected.append(-1)
             continue
         best = runner.head(h[None]).topk(selector.top_k, -1)
-        scores = selector.scores(best.values, selector.hidden_projection(h[None]), last.view(1, 1), best.indices)
+        scores = selector.scores(best.values, selector.latents(h[None], last.view(1, 1))[0], best.indices)
         last = runner.d2t[best.indices[0, scores.argmax()]]
         expected.append(int(last))
     assert draft.token_ids.tolist() == [token for token in expected if token >= 0]

@@ -130,7 +130,7 @@ def test_replay_steps_past_what_was_accepted_and_the_targets_next_token(length: 
         while anchor < len(text.tokens) - 1:
             from trtllm_forespark.drafters.base import DraftContext
 
-            context = DraftContext(torch.tensor([int(text.tokens[anchor])]), torch.tensor([anchor]))
+            context = DraftContext(torch.tensor([int(text.tokens[anchor])]), torch.tensor([anchor]), torch.tensor([i]))
             draft = runner.draft(context, torch.tensor([length]), replay.page_table[i : i + 1], greedy_choice)
             truth = text.tokens[anchor + 1 : anchor + 1 + length]
             accepted = 0
@@ -146,5 +146,5 @@ def test_replay_steps_past_what_was_accepted_and_the_targets_next_token(length: 
 
 def test_a_replay_that_does_not_fit_says_how_many_pages_it_needs() -> None:
     runner = make_runner()
-    with pytest.raises(ValueError, match="the replay needs 40 pages, the runner has 24"):
+    with pytest.raises(ValueError, match="the replay needs 40 pages and 1 seats, the runner has 24 and 8"):
         Replay(runner, [Text(np.zeros(640, np.int64), torch.zeros(640, 2, 32), 3)])

@@ -14,7 +14,7 @@ import torch
 from trtllm_forespark.drafters.dflash2 import DFlash2
 from trtllm_forespark.runtime.bench.prompts import load_prompts
 from trtllm_forespark.training.answers import Answer, AnswerLog
-from trtllm_forespark.training.blocks import TextAttention, draft_hidden, sample_anchors
+from trtllm_forespark.training.blocks import draft_hidden, sample_anchors, views
 from trtllm_forespark.training.distill import distill, load_texts, save_texts, without_overlap, write_features
 from trtllm_forespark.training.features import TOP, FeatureStore, FeatureStores, Sequence, draft_vocabulary
 from trtllm_forespark.training.losses import (
@@ -26,7 +26,7 @@ from trtllm_forespark.training.losses import (
 )
 from trtllm_forespark.training.trainer import Trainer, TrainSettings, lengths_of
 
-from ..drafters.test_dflash2 import CONFIG, fill, hidden_of, make_runner
+from ..drafters.test_dflash2 import CONFIG
 
 LAYERS, HIDDEN, VOCAB = 2, 32, 90
 
@@ -98,27 +98,6 @@ def test_a_text_without_room_is_left_out_and_a_batch_of_them_is_an_error() -> No
     )
     with pytest.raises(ValueError, match="no text in the batch has room"):
         sample_anchors([short], 4, 5, np.random.default_rng(0))
-
-
-def test_training_and_serving_compute_the_same_hidden_states() -> None:
-    """The masked attention of training over one text against the paged one of serving."""
-    runner = make_runner()
-    context, table = fill(runner, [23])
-    generator = torch.Generator().manual_seed(1)
-    captured = torch.randn(23, 2, 32, generator=generator)
-    fused = runner.model.fuse(captured)
-    rotary = runner.model.rotary(torch.arange(23))
-    keys_values = runner.model.context_keys_values(fused, rotary)
-    for length in (1, 3, 5):
-        slots = length + 1
-        index = torch.arange(slots)
-        attend = TextAttention(
-            [k for k, _ in keys_values], [v for _, v in keys_values], [0, 23], [0, 1], torch.tensor([23]), slots, False
-        )
-        blocks = runner.model.embed_blocks(runner.embedding[context.anchors], torch.tensor([0]), len(index))
-        trained = runner.model(blocks, index, 23 + index, attend)
-        served, _ = hidden_of(runner, context, [length], table)
-        torch.testing.assert_close(trained, served, atol=1e-5, rtol=1e-5)
 
 
 def test_weights_fall_as_the_paper_says() -> None:
@@ -344,12 +323,10 @@ def test_draft_hidden_of_every_fourth_anchor_is_the_same_as_among_all(tmp_path) 
     batch = sample_anchors(
         [trainer.store[5], trainer.store[6], trainer.store[7]], 6, CONFIG.block, np.random.default_rng(0)
     )
-    context = model.fuse(batch.hidden)
-    rotary = model.rotary(batch.positions)
-    keys_values = model.context_keys_values(context, rotary)
+    seen = views(model, batch, None, trainer.embedding)
     embeddings = trainer.embedding[batch.anchor_tokens]
-    everyone = draft_hidden(model, batch, context, keys_values, embeddings, 3)
-    some = draft_hidden(model, batch, context, keys_values, embeddings, 3, every=4)
+    everyone = draft_hidden(model, batch, seen, embeddings, 3)
+    some = draft_hidden(model, batch, seen, embeddings, 3, every=4)
     torch.testing.assert_close(everyone[::4], some, atol=1e-5, rtol=1e-5)
 
 

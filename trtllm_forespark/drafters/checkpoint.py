@@ -9,12 +9,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from trtllm_forespark.drafters.block import BlockDrafter
 from trtllm_forespark.drafters.calibration import Calibration
-from trtllm_forespark.drafters.config import DFlash2Config
+from trtllm_forespark.drafters.config import BlockConfig
 from trtllm_forespark.drafters.dflash2 import DFlash2
+from trtllm_forespark.drafters.dspark import DSpark
+from trtllm_forespark.drafters.longspark import LongSpark
+
+MODELS: dict[str, type[BlockDrafter]] = {"dflash2": DFlash2, "dspark": DSpark, "longspark": LongSpark}
 
 
-def save_drafter(folder: Path, model: DFlash2, dtype: torch.dtype = torch.bfloat16) -> None:
+def new_drafter(config: BlockConfig) -> BlockDrafter:
+    """An untrained drafter of the configuration's kind."""
+    return MODELS[config.kind](config)
+
+
+def save_drafter(folder: Path, model: BlockDrafter, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write config.json and model.safetensors; floating tensors as ``dtype``, the calibration is left alone."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -27,7 +37,7 @@ def save_drafter(folder: Path, model: DFlash2, dtype: torch.dtype = torch.bfloat
     (folder / "model.safetensors").chmod(0o644)  # safetensors makes it private to the user
 
 
-def load_drafter(folder: Path) -> tuple[DFlash2, Calibration]:
+def load_drafter(folder: Path) -> tuple[BlockDrafter, Calibration]:
     """Read a drafter in float32. Raises ValueError that names file, tensor, expected and found shape."""
     folder = Path(folder)
     for name in ("config.json", "model.safetensors"):
@@ -40,10 +50,10 @@ def load_drafter(folder: Path) -> tuple[DFlash2, Calibration]:
     if not isinstance(data, dict):
         raise ValueError(f"{folder / 'config.json'} holds no object")
     try:
-        config = DFlash2Config.from_json(data)
+        config = BlockConfig.from_json(data)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from None
-    model = DFlash2(config)
+    model = new_drafter(config)
     wanted = model.state_dict()
     path = folder / "model.safetensors"
     try:

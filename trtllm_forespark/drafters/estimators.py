@@ -1,4 +1,4 @@
-"""The two estimators of ForeSpark: before drafting (eq. 2) and after it (eq. 5)."""
+"""Estimators of acceptance: before drafting (eq. 2) and after it (eq. 5, and DSpark's confidence head)."""
 
 from __future__ import annotations
 
@@ -36,8 +36,23 @@ class PostDraftEstimator(nn.Module):
 
     def forward(self, hidden: torch.Tensor, predecessor: torch.Tensor) -> torch.Tensor:
         """hidden [..., H], predecessor embedding [..., r] -> logits [...]."""
-        feature = self.selector_projection(hidden) * predecessor
-        # One output: a product with a vector (a matrix product that narrow is slow), in float32.
-        with torch.autocast(hidden.device.type, enabled=False):
-            x = torch.cat([hidden, feature], dim=-1).float()
-            return x @ self.output.weight[0].float() + self.output.bias.float()
+        return _one_output(self.output, hidden, self.selector_projection(hidden) * predecessor)
+
+
+class ConfidenceHead(nn.Module):
+    """DSpark's: c_j = sigmoid(w^T [h_j; W1[x_{j-1}]] + b), conditional acceptance of position j."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(size, 1)
+
+    def forward(self, hidden: torch.Tensor, predecessor: torch.Tensor) -> torch.Tensor:
+        """hidden [..., H], W1 of the token before [..., r] -> logits [...]."""
+        return _one_output(self.proj, hidden, predecessor)
+
+
+def _one_output(linear: nn.Linear, *parts: torch.Tensor) -> torch.Tensor:
+    """A product with a vector (a matrix product that narrow is slow), in float32."""
+    with torch.autocast(parts[0].device.type, enabled=False):
+        x = torch.cat([part.float() for part in parts], dim=-1)
+        return x @ linear.weight[0].float() + linear.bias.float()

@@ -1,108 +1,64 @@
-"""A DFlash 2 drafter at work: packed blocks of different lengths over each request's own paged context (§4.4)."""
+"""A block drafter at work: packed blocks of different lengths over each request's own context (§4.4).
+
+`BlockRunner` does what all kinds share; where the context lives, and how a block attends to it, is a subclass's.
+"""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from trtllm_forespark.drafters.base import DraftContext, DrafterSpec, Proposer
+from trtllm_forespark.drafters.base import DraftContext, DrafterSpec, Proposer, Verified
+from trtllm_forespark.drafters.block import BlockDrafter
 from trtllm_forespark.drafters.calibration import Calibration
-from trtllm_forespark.drafters.dflash2 import DFlash2
-from trtllm_forespark.models.attention import AttentionPlan
+from trtllm_forespark.drafters.layers import Attend
+from trtllm_forespark.drafters.packing import Blocks
 from trtllm_forespark.models.kv import PagedKV
 from trtllm_forespark.models.linear import PackedLinear
 from trtllm_forespark.wcs.stages import Draft, Estimate
 from trtllm_forespark.wcs.survival import directional_to_survival, sigmoid, triangle_to_survival
 
-
-@dataclass(frozen=True)
-class Blocks:
-    """Where everything lies in a packed pass of m blocks, an anchor's slot and d drafts each; known on the host.
-
-    who: [m] requests that draft. d: [m]. starts: [m] slot of each anchor. index: [S] in-block index of each slot,
-    block: [S] whose it is. drafts: [D] slots that are drafts, owner: [D] their block, position: [D] from 1.
-    """
-
-    who: np.ndarray
-    d: np.ndarray
-    starts: np.ndarray
-    index: np.ndarray
-    block: np.ndarray
-    drafts: np.ndarray
-    owner: np.ndarray
-    position: np.ndarray
-
-    @classmethod
-    def of(cls, lengths: np.ndarray) -> Blocks:
-        """lengths: [n] draft lengths, some 0."""
-        who = np.flatnonzero(lengths)
-        d = lengths[who]
-        starts = np.cumsum(d + 1) - (d + 1)
-        block = np.repeat(np.arange(len(who)), d + 1)
-        index = np.arange(len(block)) - starts[block]
-        drafts = np.flatnonzero(index)
-        return cls(who, d, starts, index, block, drafts, block[drafts], index[drafts])
-
-    @property
-    def cu_slots(self) -> np.ndarray:
-        """[m + 1]."""
-        return np.append(self.starts, len(self.index))
-
-    def walk(self, choice: np.ndarray) -> np.ndarray:
-        """Follow choices [D, P] (where each predecessor column leads, -1 for nowhere) -> columns taken [m, longest],
-        a shorter block's last row read again. On the host: some thousand integers, and a step a position."""
-        first = np.cumsum(self.d) - self.d
-        column = np.zeros(len(self.d), np.int64)
-        steps = []
-        for position in range(self.d.max()):
-            steps.append(choice[first + np.minimum(position, self.d - 1), column])
-            column = np.maximum(steps[-1], 0)
-        return np.stack(steps, 1)
+#: (values, columns of the head) [D, C] of each slot's likeliest candidates.
+Top = tuple[torch.Tensor, torch.Tensor]
 
 
-class BlockAttention:
-    """`Attend` while serving: a request's block sees its paged context and itself, never a neighbour.
+class Drawn(NamedTuple):
+    """What the correction drew for D draft slots. On the host: column [D] of each token among its candidates (-1 where
+    the draft ended). On the device: previous [D] token before each, proposal [D, C]."""
 
-    The block's own keys and values stand in scratch slots of the same storage for the time of the pass.
-    """
-
-    def __init__(self, plan: AttentionPlan, kv: PagedKV, own: torch.Tensor) -> None:
-        """own: [S] scratch slot of each packed slot."""
-        self.plan, self.kv, self.own = plan, kv, kv.rows(own)
-
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        self.kv.write_rows(layer, self.own, key, value)
-        return self.plan.attend(query, self.kv, layer, query.shape[-1] ** -0.5)
+    column: np.ndarray
+    previous: torch.Tensor
+    proposal: torch.Tensor
 
 
-class DFlash2Runner:
-    """Runs a drafter for many requests; owns its context keys and values, which share the target's page tables."""
+class BlockRunner:
+    """See `DrafterRunner`. Everything but the context."""
 
     def __init__(
         self,
-        model: DFlash2,
+        model: BlockDrafter,
         calibration: Calibration,
         embedding: torch.Tensor,
         head: torch.Tensor,
-        num_pages: int,
         page_size: int,
         dtype: torch.dtype,
-        name: str = "dflash2",
+        name: str = "",
     ) -> None:
-        """embedding [V, H], head [V, H] of the target (the head's draft-vocabulary rows are copied)."""
+        """embedding [V, H], head [V, H] of the target (the head's draft-vocabulary rows are copied). Call `begin`."""
         config = model.config
         device = embedding.device
         self.spec = DrafterSpec(
-            name=name,
+            name=name or config.kind,
             block=config.block,
             length_space="request",
+            parallel=True,
             directional=config.causal,
-            anchor_slots=1,
+            anchor_slots=config.anchor_slots,
             capture_layers=config.capture_layers,
+            kv_layers=getattr(config, "kv_layers", ()),
             max_position=config.max_position,
         )
         self.calibration = calibration
@@ -110,106 +66,120 @@ class DFlash2Runner:
         self.embedding = embedding
         self.d2t = self.model.d2t.to(device)
         self.head = PackedLinear(head[self.d2t].to(dtype))
-        self.num_pages, self._page_size, self._dtype = num_pages, page_size, dtype
-        self._begin()
+        self.page_size, self._dtype = page_size, dtype
+        self.num_pages = self.seats = 0
 
-    def beside(self, num_pages: int) -> DFlash2Runner:
-        """Another one over the same weights, with a context of its own, of so many pages."""
-        other = copy.copy(self)
-        other.num_pages = num_pages
-        other._begin()
-        return other
+    # The context ------------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        # A request in a batch holds a page, and drafts at most one block: that many scratch slots, after the pages.
-        config, page_size = self.model.config, self._page_size
-        self._scratch = self.num_pages * page_size
-        scratch_pages = -(-self.num_pages * (config.block + 1) // page_size)
-        self.kv = PagedKV(
-            config.num_layers,
-            self.num_pages + scratch_pages,
-            page_size,
-            config.num_kv_heads,
-            config.head_dim,
-            self._dtype,
-            self.embedding.device,
-        )
+    def begin(self, num_pages: int, seats: int, target_kv: PagedKV | None = None) -> None:
+        self.num_pages, self.seats = num_pages, seats
+        self.boundary = torch.zeros(seats, self.model.config.hidden_size, dtype=self._dtype, device=self.device)
 
-    def extend(self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Absorb target features [T, L, H] of tokens at positions [T]; slots [T] of the paged context. -> c [T, H]."""
-        context = self.model.fuse(features)
-        rows = self.kv.rows(slots)
-        for layer, (key, value) in enumerate(self.model.context_keys_values(context, self.model.rotary(positions))):
-            self.kv.write_rows(layer, rows, key, value)
-        return context
+    def append(self, tokens: Verified) -> None:
+        raise NotImplementedError
 
-    def warm(self, rows: int) -> None:
-        """Every kind of product a pass over ``rows`` slots makes, once (see `TorchBackend.warm`)."""
-        model, config = self.model, self.model.config
-        positions = self._to(np.zeros(rows, np.int64))
-        context = model.fuse(self.embedding.new_zeros(rows, len(config.capture_layers), config.hidden_size))
-        model.context_keys_values(context, model.rotary(positions))
-        self.estimate_logits(positions, context)
-        hidden = model(torch.zeros_like(context), positions, positions, lambda layer, query, key, value: query)
-        self.head(hidden)
-        selector = model.candidate_selector
-        selector.hidden_projection(hidden)
-        model.post_draft_estimator(hidden, selector.predecessor_codebook[positions])
+    def truncate(self, seat: int, slots: torch.Tensor, length: int) -> None:
+        self.boundary[seat] = 0.0
 
-    def estimate_logits(self, anchors: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """Raw pre-draft logits z [n, outputs] (eq. 2), float32; anchors [n], features c [n, H]."""
+    def free(self, seat: int) -> None:
+        self.boundary[seat] = 0.0
+
+    def clear(self, pages: torch.Tensor) -> None:
+        """No pages of its own."""
+
+    def state_bytes(self, tokens: int) -> int:
+        raise NotImplementedError
+
+    def attention(self, context: DraftContext, at: Blocks, page_table: np.ndarray) -> Attend:
+        """How the packed blocks attend to their contexts and themselves."""
+        raise NotImplementedError
+
+    def _newest(self, seats: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(seats that occur, row of each one's last token) of packed tokens."""
+        whose, from_end = np.unique(seats[::-1], return_index=True)
+        return whose, len(seats) - 1 - from_end
+
+    # Estimates --------------------------------------------------------------------------------------------------------
+
+    def estimate_logits(self, context: DraftContext) -> torch.Tensor:
+        """Raw pre-draft logits z [n, outputs] (eq. 2), float32."""
+        features = self.boundary.index_select(0, self._to(np.asarray(context.seats, np.int64)))
+        anchors = self._to(np.asarray(context.anchors, np.int64))
         return self.model.pre_draft_estimator(features, self.embedding[anchors]).float()
 
-    def estimate(self, anchors: torch.Tensor, features: torch.Tensor) -> Estimate:
-        """Calibrated pre-draft survival (eq. 3), on the host."""
-        logits = self.estimate_logits(anchors, features).cpu().numpy()
+    def estimate(self, context: DraftContext) -> Estimate:
+        logits = self.estimate_logits(context).cpu().numpy()
         to_survival = directional_to_survival if self.spec.directional else triangle_to_survival
         survival = to_survival(logits, self.calibration.scale, self.calibration.bias)
         return Estimate(survival=survival, known=np.ones(len(logits), bool))
 
+    # Drafting ---------------------------------------------------------------------------------------------------------
+
     def draft(
-        self,
-        context: DraftContext,
-        lengths: Sequence[int] | np.ndarray,
-        page_table: np.ndarray,
-        propose: Proposer,
+        self, context: DraftContext, lengths: Sequence[int] | np.ndarray, page_table: np.ndarray, propose: Proposer
     ) -> Draft:
         """Draft lengths[i] tokens for request i; requests with length 0 take no part in the pass.
 
-        page_table [n, P] on the host: pages of each request's context. A row whose scores are NaN ends its draft there.
+        A row whose scores are NaN ends its draft there.
         """
         return self.draft_with_logits(context, lengths, page_table, propose)[0]
 
     def draft_with_logits(
-        self,
-        context: DraftContext,
-        lengths: Sequence[int] | np.ndarray,
-        page_table: np.ndarray,
-        propose: Proposer,
-    ) -> tuple[Draft, torch.Tensor]:
-        """`draft`, and the raw post-draft logits [n, K] (eq. 5 before theta) that calibration fits on."""
+        self, context: DraftContext, lengths: Sequence[int] | np.ndarray, page_table: np.ndarray, propose: Proposer
+    ) -> tuple[Draft, np.ndarray]:
+        """`draft`, and the raw post-draft logits [n, K] (before theta) that calibration fits on, -inf past d_i."""
         wanted = np.asarray(lengths, np.int64)
         n, block = len(wanted), self.spec.block
         post = np.full((n, block), -np.inf, np.float32)
-        at = Blocks.of(wanted)
+        at = Blocks.of(wanted, self.spec.anchor_slots)
         if len(at.who) == 0:
             none = self._to(np.zeros(0, np.int64))
             cu = torch.zeros(n + 1, dtype=torch.int64)
             empty = none.view(0, 1)
-            return Draft(none, cu, empty, empty.float(), torch.zeros(n, block)), torch.from_numpy(post)
-        h = self._hidden(context, at, page_table).index_select(0, self._to(at.drafts))
-        selector = self.model.candidate_selector
-        width = selector.top_k
-        top = self.head(h).topk(width, dim=-1)
-        candidates = self.d2t[top.indices]
+            return Draft(none, cu, empty, empty.float(), torch.zeros(n, block)), post
+        h = self.hidden(context, at, page_table).index_select(0, self._to(at.drafts))
+        corrector = self.model.corrector
+        top: Top = self.head(h).topk(corrector.top_k, dim=-1)
+        candidates = self.d2t[top[1]]
+        anchors = self._to(np.asarray(context.anchors, np.int64)[at.who])
+        draw = self._draw_paired if corrector.paired else self._draw_in_turn
+        drawn = draw(at, h, top, candidates, anchors, propose)
+        tokens = candidates.gather(1, self._to(np.maximum(drawn.column, 0))[:, None]).squeeze(1)
+        raw = self.model.post_logits(h, drawn.previous)
 
-        # A position's predecessor is one of the candidates before it (the anchor before the first): a token is drawn
-        # for each of them at once, then the walk follows the drawn columns.
+        # The controller decides on the host: what it reads goes there now.
+        there = np.zeros((len(at.d), block), bool)
+        there[at.owner, at.position - 1] = drawn.column >= 0
+        reach = np.zeros(n, np.int64)
+        reach[at.who] = np.logical_and.accumulate(there, axis=1).sum(axis=1)
+        post[at.who[at.owner], at.position - 1] = raw.cpu().numpy()
+        conditional = sigmoid(post / self.calibration.temperature)
+        survival = np.multiply.accumulate(conditional, axis=1) * (np.arange(block) < reach[:, None])
+        proposal = drawn.proposal
+        kept = np.flatnonzero(at.position <= reach[at.who[at.owner]])
+        if len(kept) < len(tokens):
+            index = self._to(kept)
+            tokens, candidates, proposal, h = (x.index_select(0, index) for x in (tokens, candidates, proposal, h))
+        cu = torch.from_numpy(np.concatenate([[0], np.cumsum(reach)]))
+        return Draft(tokens, cu, candidates, proposal, torch.from_numpy(survival), hidden=h), post
+
+    def _draw_paired(
+        self,
+        at: Blocks,
+        h: torch.Tensor,
+        top: tuple,
+        candidates: torch.Tensor,
+        anchors: torch.Tensor,
+        propose: Proposer,
+    ) -> Drawn:
+        """A position's predecessor is one of the candidates before it (the anchor before the first): a token is drawn
+        for each of them at once, then the walk follows the drawn columns."""
+        corrector, width = self.model.corrector, candidates.shape[1]
+        logits, columns = top
         first = at.position == 1
-        at_first = self._to(first)
-        anchors = self._to(np.asarray(context.anchors)[at.who[at.owner]])
-        before = torch.where(at_first[:, None], anchors[:, None], candidates.roll(1, 0))
-        scores = selector.scores(top.values, selector.hidden_projection(h), before, top.indices)
+        owner = self._to(at.owner)
+        before = torch.where(self._to(first)[:, None], anchors[owner][:, None], candidates.roll(1, 0))
+        scores = corrector.scores(logits, corrector.latents(h, before)[0], columns)
         choice, q = propose(
             scores.flatten(0, 1),
             candidates.repeat_interleave(width, 0),
@@ -217,46 +187,90 @@ class DFlash2Runner:
             self._to(np.repeat(at.position, width)),
         )
         steps = at.walk(choice.view(-1, width).cpu().numpy())
-        taken = np.maximum(steps[at.owner, at.position - 1], 0)
-        column = self._to(taken)[:, None]
-        came_from = self._to(np.where(first, 0, np.roll(taken, 1)))[:, None]
-        tokens = candidates.gather(1, column).squeeze(1)
+        column = steps[at.owner, at.position - 1]
+        came_from = self._to(np.where(first, 0, np.roll(np.maximum(column, 0), 1)))[:, None]
         previous = before.gather(1, came_from).squeeze(1)
         proposal = q.view(len(h), width, width).gather(1, came_from[:, :, None].expand(-1, 1, width)).squeeze(1)
-        raw = self.model.post_draft_estimator(h, selector.predecessor_codebook[previous])
+        return Drawn(column, previous, proposal)
 
-        # The controller decides on the host: what it reads goes there now.
-        drawn = (steps >= 0) & (np.arange(steps.shape[1]) < at.d[:, None])
-        reach = np.zeros(n, np.int64)
-        reach[at.who] = np.logical_and.accumulate(drawn, axis=1).sum(axis=1)
-        post[at.who[at.owner], at.position - 1] = raw.cpu().numpy()
-        conditional = sigmoid(post / self.calibration.temperature)
-        survival = np.multiply.accumulate(conditional, axis=1) * (np.arange(block) < reach[:, None])
-        kept = np.flatnonzero(at.position <= reach[at.who[at.owner]])
-        if len(kept) < len(tokens):
-            index = self._to(kept)
-            tokens, candidates, proposal = tokens[index], candidates[index], proposal[index]
-        cu = torch.from_numpy(np.concatenate([[0], np.cumsum(reach)]))
-        return Draft(tokens, cu, candidates, proposal, torch.from_numpy(survival)), torch.from_numpy(post)
+    def _draw_in_turn(
+        self,
+        at: Blocks,
+        h: torch.Tensor,
+        top: tuple,
+        candidates: torch.Tensor,
+        anchors: torch.Tensor,
+        propose: Proposer,
+    ) -> Drawn:
+        """Position by position, for a correction that reads the whole path, or has too many candidates for pairs."""
+        corrector = self.model.corrector
+        logits, columns = top
+        column = np.full(len(h), -1, np.int64)
+        previous = torch.zeros(len(h), dtype=torch.int64, device=self.device)
+        proposal = torch.zeros(candidates.shape, device=self.device)
+        last, state = anchors, None
+        for position in range(1, int(at.d.max()) + 1):
+            where = np.flatnonzero(at.position == position)  # one row a block that is so long, in order of blocks
+            rows, who = self._to(where), self._to(at.owner[where])
+            before = last.index_select(0, who)
+            latents, new = corrector.latents(h[rows], before[:, None], None if state is None else state[who])
+            scores = corrector.scores(logits[rows], latents, columns[rows]).squeeze(1)
+            choice, q = propose(scores, candidates[rows], self._to(at.who[at.owner[where]]), position)
+            column[where] = choice.cpu().numpy()
+            previous[rows], proposal[rows] = before, q
+            token = candidates[rows].gather(1, choice.clamp(min=0)[:, None]).squeeze(1)
+            last = last.index_copy(0, who, token)
+            if new is not None:
+                state = torch.zeros(len(at.d), new.shape[1], dtype=new.dtype, device=self.device).index_copy(
+                    0, who, new
+                )
+        return Drawn(column, previous, proposal)
 
-    def _hidden(self, context: DraftContext, at: Blocks, page_table: np.ndarray) -> torch.Tensor:
+    def hidden(self, context: DraftContext, at: Blocks, page_table: np.ndarray) -> torch.Tensor:
         """Hidden states [S, H] of the packed blocks."""
-        slots = len(at.index)
+        anchors = self._to(np.asarray(context.anchors, np.int64)[at.who])
+        seats = self._to(np.asarray(context.seats, np.int64)[at.who][at.block])
+        index = self._to(at.index)
         length = np.asarray(context.positions)[at.who][at.block]
-        own = np.arange(slots) + self._scratch
-        plan = AttentionPlan(
-            at.cu_slots,
-            length,
-            page_table[at.who],
-            self.kv.page_size,
-            self.embedding.device,
-            own,
-            self.model.config.causal,
+        blocks = self.model.embed_blocks(
+            self.embedding[anchors], self._to(at.starts), index, self.boundary.index_select(0, seats)
         )
-        anchors = self._to(np.asarray(context.anchors)[at.who])
-        blocks = self.model.embed_blocks(self.embedding[anchors], self._to(at.starts), slots)
-        attend = BlockAttention(plan, self.kv, self._to(own))
-        return self.model(blocks, self._to(at.index), self._to(length + at.index), attend)
+        attend = self.attention(context, at, page_table)
+        return self.model(blocks, index, self._to(length + at.index), attend)
+
+    def warm(self, rows: int) -> None:
+        model, config = self.model, self.model.config
+        zeros = self._to(np.zeros(rows, np.int64))
+        context = model.fuse(self.embedding.new_zeros(rows, len(config.capture_layers), config.hidden_size))
+        if model.owns_context:
+            model.context_keys_values(context, model.rotary(zeros))
+        model.pre_draft_estimator(context, self.embedding[zeros])
+        blocks = model.embed_blocks(self.embedding[zeros[:1]], zeros[:1], zeros, context)
+        hidden = model(blocks, zeros, zeros, lambda layer, query, key, value: query)
+        self.head(hidden)
+        model.corrector.latents(hidden, zeros[:, None])
+        model.post_logits(hidden, zeros)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
 
     def _to(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.embedding.device)
+        return torch.from_numpy(array).to(self.device)
+
+
+def make_runner(
+    model: BlockDrafter,
+    calibration: Calibration,
+    embedding: torch.Tensor,
+    head: torch.Tensor,
+    page_size: int,
+    dtype: torch.dtype,
+    name: str = "",
+) -> BlockRunner:
+    """The runner of a model's kind."""
+    from trtllm_forespark.drafters.paged_context import PagedRunner
+    from trtllm_forespark.drafters.view_context import ViewRunner
+
+    kind = PagedRunner if model.owns_context else ViewRunner
+    return kind(model, calibration, embedding, head, page_size, dtype, name)

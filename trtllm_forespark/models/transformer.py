@@ -221,6 +221,25 @@ class PackedTransformer:
         layer.mlp(x, add=x)
         self.lm_head(x)
 
+    def _project(
+        self, layer: _Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's input [T, H] -> rotated queries and keys [T, heads + kv_heads, d], values [T, kv_heads, d]."""
+        c, eps = self.config, self._eps
+        heads, kv_heads = c.num_heads, c.num_kv_heads
+        qkv = layer.qkv(rms_norm(x, layer.attention_norm, eps)).view(len(x), heads + 2 * kv_heads, c.head_dim)
+        turned = qkv[:, : heads + kv_heads]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            turned = torch.cat(
+                (rms_norm(turned[:, :heads], layer.q_norm, eps), rms_norm(turned[:, heads:], layer.k_norm, eps)), 1
+            )
+        return rotate(turned, cos, sin), qkv[:, heads + kv_heads :]
+
+    def keys_values(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (rotated) and values [T, kv_heads, d] of one layer from its input, the residual stream [T, H]."""
+        turned, value = self._project(self.layers[layer], x.to(self.dtype), *self.rope.tables(positions))
+        return turned[:, self.config.num_heads :], value
+
     @property
     def bytes(self) -> int:
         """Bytes of the weights held, the plain embedding table beside the packed head included."""
@@ -253,21 +272,10 @@ class PackedTransformer:
         if tokens:
             cos, sin = self.rope.tables(batch.positions)
             rows = kv.rows(batch.slots)
-            heads, kv_heads, dim = c.num_heads, c.num_kv_heads, c.head_dim
+            heads, dim = c.num_heads, c.head_dim
             for index, layer in enumerate(self.layers):
-                qkv = layer.qkv(rms_norm(x, layer.attention_norm, eps))
-                qkv = qkv.view(tokens, heads + 2 * kv_heads, dim)
-                turned = qkv[:, : heads + kv_heads]
-                if layer.q_norm is not None and layer.k_norm is not None:
-                    turned = torch.cat(
-                        (
-                            rms_norm(turned[:, :heads], layer.q_norm, eps),
-                            rms_norm(turned[:, heads:], layer.k_norm, eps),
-                        ),
-                        1,
-                    )
-                turned = rotate(turned, cos, sin)
-                kv.write_rows(index, rows, turned[:, heads:], qkv[:, heads + kv_heads :])
+                turned, value = self._project(layer, x, cos, sin)
+                kv.write_rows(index, rows, turned[:, heads:], value)
                 out = batch.plan.attend(turned[:, :heads], kv, index, self._scale)
                 x = layer.output(out.view(tokens, heads * dim), add=x)
                 x = layer.mlp(rms_norm(x, layer.mlp_norm, eps), add=x)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from trtllm_forespark.drafters.dflash2 import DFlash2
+from trtllm_forespark.drafters.block import BlockDrafter
+from trtllm_forespark.drafters.dflash2 import CandidateSelector, DFlash2
 
 
 @dataclass(frozen=True)
@@ -47,80 +48,152 @@ def candidate_probability(top_ids: torch.Tensor, top_probs: torch.Tensor, candid
 
 
 class _HeadColumns(torch.autograd.Function):
-    """Log-normaliser and chosen columns of ``hidden @ head.T`` with one pass over the vocabulary each way.
+    """Log-normaliser and chosen columns of ``hidden @ head.T + latents @ successors.T`` with one pass over the
+    vocabulary each way.
 
     Autograd's own route writes a dense gradient per gather; here backward is softmax * g plus one scatter. The head is
-    the target's and frozen, so it gets no gradient.
+    the target's and frozen, so it gets no gradient. Candidates are the top of the first product alone.
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, columns, top_k):
+    def forward(ctx, hidden, head, latents, successors, columns, top_k):
         logits = F.linear(hidden.to(head.dtype), head).float()
         candidates = logits.topk(top_k, dim=-1).indices
         columns = torch.cat([candidates, columns], 1)
+        if latents is not None:
+            logits += F.linear(latents.to(head.dtype), successors.to(head.dtype)).float()
         log_z = logits.logsumexp(-1)
-        ctx.save_for_backward(head, logits, log_z, columns)
+        ctx.save_for_backward(head, latents, successors, logits, log_z, columns)
         ctx.mark_non_differentiable(candidates)
         return log_z, logits.gather(1, columns), candidates
 
     @staticmethod
-    def backward(ctx, grad_log_z, grad_columns, _):
-        head, logits, log_z, columns = ctx.saved_tensors
+    def backward(ctx, grad_log_z, grad_columns, *_):
+        head, latents, successors, logits, log_z, columns = ctx.saved_tensors
+        corrected = latents is not None
         grad = torch.empty(logits.shape[0], head.shape[1])
+        grad_latents = torch.empty_like(latents if corrected else grad[:0])
+        grad_successors = torch.zeros_like(successors if corrected else grad[:0])
         for rows in torch.arange(logits.shape[0]).split(256):
             block = torch.exp(logits[rows] - log_z[rows, None]).mul_(grad_log_z[rows, None])
             block.scatter_add_(1, columns[rows], grad_columns[rows])
-            grad[rows] = (block.to(head.dtype) @ head).float()
-        return grad, None, None, None
+            block = block.to(head.dtype)
+            grad[rows] = (block @ head).float()
+            if corrected:
+                grad_latents[rows] = (block @ successors.to(head.dtype)).to(grad_latents.dtype)
+                grad_successors += (block.T @ latents[rows].to(head.dtype)).to(grad_successors.dtype)
+        if not corrected:
+            return grad, None, None, None, None, None
+        return grad, None, grad_latents, grad_successors, None, None
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Targets of r = m * d positions, flat: see `Targets`; known: in the text and in the draft vocabulary."""
+
+    label: torch.Tensor
+    known: torch.Tensor
+    top_ids: torch.Tensor
+    top_probs: torch.Tensor
+    weights: torch.Tensor
+
+    @classmethod
+    def of(cls, targets: Targets) -> _Rows:
+        m, length = targets.label.shape
+        label, valid = targets.label.reshape(-1), targets.valid.reshape(-1)
+        top = targets.top_ids.flatten(0, 1), targets.top_probs.flatten(0, 1)
+        return cls(label, (label >= 0) & valid, *top, position_weights(length).repeat(m) * valid)
+
+    @property
+    def some_label(self) -> torch.Tensor:
+        return self.label.clamp(min=0)[:, None]
+
+    def head_columns(self) -> torch.Tensor:
+        """[r, 1 + 32]: the label's and the target's likeliest columns."""
+        return torch.cat([self.some_label, self.top_ids.clamp(min=0)], 1)
+
+    def cross_entropy(self, log_q: torch.Tensor) -> torch.Tensor:
+        """Weighted sum of -log q [r] of the labels, where there is one."""
+        return (self.weights * self.known * torch.where(self.known, -log_q, 0.0)).sum()
+
+    def variation(self, log_q_top: torch.Tensor) -> torch.Tensor:
+        """1 - sum min(P, Q) over the target's top-32 [r, 32] -> [r]."""
+        q = torch.exp(log_q_top) * (self.top_ids >= 0)
+        return 1.0 - torch.minimum(q, self.top_probs).sum(-1)
 
 
 def draft_loss(
+    model: BlockDrafter, hidden: torch.Tensor, head: torch.Tensor, targets: Targets, total_variation: float
+) -> DraftLoss:
+    """(1 - tv) CE + tv TV of the drafter's proposal. hidden [m, d, H], head [draft_vocab, H].
+
+    TV is taken over the target's top-32 as 1 - sum min(P, Q), and times `BlockDrafter.variation`.
+    """
+    loss = _selector_loss if isinstance(model.corrector, CandidateSelector) else _markov_loss
+    return loss(model, hidden, head, targets, total_variation)  # type: ignore[arg-type]
+
+
+def _selector_loss(
     model: DFlash2, hidden: torch.Tensor, head: torch.Tensor, targets: Targets, total_variation: float
 ) -> DraftLoss:
-    """(1 - tv) CE + tv TV for the head's logits and again for the selector's choice among its candidates.
-
-    hidden [m, d, H], head [draft_vocab, H]. TV is taken over the target's top-32 as 1 - sum min(P, Q).
-    """
+    """For the head's logits and again for the selector's choice among its candidates."""
     m, length, size = hidden.shape
-    flat = hidden.reshape(m * length, size)
-    label, valid = targets.label.reshape(-1), targets.valid.reshape(-1)
-    top_ids, top_probs = targets.top_ids.flatten(0, 1), targets.top_probs.flatten(0, 1)
+    flat, rows = hidden.reshape(m * length, size), _Rows.of(targets)
     selector = model.candidate_selector
-    known = (label >= 0) & valid
-    some_label = label.clamp(min=0)[:, None]
-    log_z, columns, candidates = _HeadColumns.apply(
-        flat, head, torch.cat([some_label, top_ids.clamp(min=0)], 1), selector.top_k
-    )
-    candidate_logits, label_logits, top_logits = columns.split([selector.top_k, 1, top_ids.shape[1]], 1)
-    ce = log_z - label_logits.squeeze(1)
-    q_top = torch.exp(top_logits - log_z[:, None]) * (top_ids >= 0)
-    tv = 1.0 - torch.minimum(q_top, top_probs).sum(-1)
+    log_z, columns, candidates = _HeadColumns.apply(flat, head, None, None, rows.head_columns(), selector.top_k)
+    candidate_logits, label_logits, top_logits = columns.split([selector.top_k, 1, rows.top_ids.shape[1]], 1)
+    ce = rows.cross_entropy(label_logits.squeeze(1) - log_z)
+    tv = rows.variation(top_logits - log_z[:, None])
 
-    widened = torch.cat([candidates, some_label], 1)
-    projected = selector.hidden_projection(flat)
+    widened = torch.cat([candidates, rows.some_label], 1)
+    latents = selector.latents(flat, targets.previous.reshape(-1, 1))[0]
     with torch.autocast("cpu", enabled=False):  # bfloat16 would flip the order of close candidates
         logits = torch.cat([candidate_logits, label_logits], 1)
-        scores = selector.scores(logits, projected, targets.previous.reshape(-1, 1), widened).squeeze(1)
-    missed = (candidates != label[:, None]).all(1) & known
+        scores = selector.scores(logits, latents, widened).squeeze(1)
+    missed = (candidates != rows.label[:, None]).all(1) & rows.known
     # The label joins the candidates only where the top-k missed it, so that it never counts twice.
     scores = torch.cat([scores[:, :-1], scores[:, -1:].masked_fill(~missed[:, None], -torch.inf)], 1)
     log_q = scores.log_softmax(-1)
-    column = torch.where(missed, selector.top_k, (candidates == label[:, None]).int().argmax(1))
-    selector_ce = -log_q.gather(1, column[:, None]).squeeze(-1)
-    p_candidates = candidate_probability(top_ids, top_probs, widened)
+    column = torch.where(missed, selector.top_k, (candidates == rows.label[:, None]).int().argmax(1))
+    selector_ce = rows.cross_entropy(log_q.gather(1, column[:, None]).squeeze(-1))
+    p_candidates = candidate_probability(rows.top_ids, rows.top_probs, widened)
     selector_tv = 1.0 - torch.minimum(log_q.exp(), p_candidates).sum(-1)
 
-    weights = position_weights(length).repeat(m) * valid
-    has_label = known.to(ce.dtype)
-    ce_part = (weights * has_label * (torch.where(known, ce, 0.0) + torch.where(known, selector_ce, 0.0))).sum()
-    tv_part = (weights * (tv + selector_tv)).sum()
-    loss = ((1 - total_variation) * ce_part + total_variation * tv_part) / weights.sum()
+    variation = (rows.weights * (tv + selector_tv)).sum()
+    loss = ((1 - total_variation) * (ce + selector_ce) + total_variation * model.variation * variation) / (
+        rows.weights.sum()
+    )
+    return DraftLoss(loss, *_accepted(scores[:, :-1], candidates, p_candidates[:, :-1], rows, (m, length)))
 
-    with torch.no_grad():
-        q = scores[:, :-1].softmax(-1)
-        alpha = torch.minimum(q, p_candidates[:, :-1]).sum(-1)
-        matched = candidates.gather(1, q.argmax(-1, keepdim=True)).squeeze(1) == label
-    return DraftLoss(loss, alpha.view(m, length), (matched & known).view(m, length))
+
+def _markov_loss(
+    model: BlockDrafter, hidden: torch.Tensor, head: torch.Tensor, targets: Targets, total_variation: float
+) -> DraftLoss:
+    """For the corrected logits over the whole draft vocabulary, teacher-forced (LongSpark eq. 7-9)."""
+    m, length, size = hidden.shape
+    flat, rows = hidden.reshape(m * length, size), _Rows.of(targets)
+    corrector = model.corrector
+    latents = corrector.along(hidden, targets.previous).reshape(m * length, -1)
+    log_z, columns, candidates = _HeadColumns.apply(
+        flat, head, latents, corrector.successors, rows.head_columns(), corrector.top_k
+    )
+    candidate_logits, label_logits, top_logits = columns.split([corrector.top_k, 1, rows.top_ids.shape[1]], 1)
+    ce = rows.cross_entropy(label_logits.squeeze(1) - log_z)
+    variation = (rows.weights * rows.variation(top_logits - log_z[:, None])).sum()
+    loss = ((1 - total_variation) * ce + total_variation * model.variation * variation) / rows.weights.sum()
+    p_candidates = candidate_probability(rows.top_ids, rows.top_probs, candidates)
+    return DraftLoss(loss, *_accepted(candidate_logits, candidates, p_candidates, rows, (m, length)))
+
+
+@torch.no_grad()
+def _accepted(
+    scores: torch.Tensor, candidates: torch.Tensor, p: torch.Tensor, rows: _Rows, shape: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Soft acceptance over the candidates [r, C], and whether the best one is the text's token; both [m, d]."""
+    q = scores.softmax(-1)
+    alpha = torch.minimum(q, p).sum(-1)
+    matched = candidates.gather(1, q.argmax(-1, keepdim=True)).squeeze(1) == rows.label
+    return alpha.view(shape), (matched & rows.known).view(shape)
 
 
 def binary_cross_entropy(logits: torch.Tensor, target: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -13,17 +13,22 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trtllm_forespark.drafters.base import DraftContext
-from trtllm_forespark.drafters.runner import DFlash2Runner
+from trtllm_forespark.drafters.base import DraftContext, Verified
+from trtllm_forespark.drafters.runner import BlockRunner
+from trtllm_forespark.models.kv import PagedKV
 
 
 @dataclass(frozen=True)
 class Text:
-    """tokens [T] (prompt, then what the target wrote greedily) and the captured features [T, L, H] of all of them."""
+    """tokens [T] (prompt, then what the target wrote greedily) and the captured features [T, L, H] of all of them.
+
+    kv: [layers, 2, T, kv_heads, d], the target's keys and values at the layers whose a drafter reads; None for none.
+    """
 
     tokens: np.ndarray
     features: torch.Tensor
     prompt_length: int
+    kv: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -58,33 +63,56 @@ def greedy_choice(
 
 
 class Replay:
-    """Texts put into a runner's context once, then drafted over at any length."""
+    """Texts drafted over at any length; the drafter's context grows with the anchors, as it does in a run."""
 
-    def __init__(self, runner: DFlash2Runner, texts: list[Text]) -> None:
-        """Raises ValueError where the runner's page pool is too small for the texts."""
+    def __init__(self, runner: BlockRunner, texts: list[Text], target_kv: PagedKV | None = None) -> None:
+        """target_kv: where the runner reads the target's keys and values; the texts' are put there.
+
+        Raises ValueError where the runner's page pool or seats are too few for the texts.
+        """
         self.runner, self.texts = runner, texts
-        page = runner.kv.page_size
+        page = runner.page_size
         counts = [-(-len(t.tokens) // page) for t in texts]
-        if sum(counts) > runner.num_pages:
-            raise ValueError(f"the replay needs {sum(counts)} pages, the runner has {runner.num_pages}")
+        if sum(counts) > runner.num_pages or len(texts) > runner.seats:
+            raise ValueError(
+                f"the replay needs {sum(counts)} pages and {len(texts)} seats, "
+                f"the runner has {runner.num_pages} and {runner.seats}"
+            )
         self.page_table = np.zeros((len(texts), max(counts)), np.int64)
-        self.context: list[torch.Tensor] = []
+        self.slots: list[np.ndarray] = []
         first = 0
-        with torch.inference_mode():
-            for i, (text, count) in enumerate(zip(texts, counts, strict=True)):
-                self.page_table[i, :count] = np.arange(first, first + count)
-                positions = torch.arange(len(text.tokens))
-                slots = torch.from_numpy(self.page_table[i])[positions // page] * page + positions % page
-                device = runner.embedding.device
-                moved = (t.to(device) for t in (text.features, positions, slots))
-                self.context.append(runner.extend(*moved))
-                first += count
+        for i, (text, count) in enumerate(zip(texts, counts, strict=True)):
+            self.page_table[i, :count] = np.arange(first, first + count)
+            positions = np.arange(len(text.tokens))
+            self.slots.append(self.page_table[i][positions // page] * page + positions % page)
+            first += count
+            if target_kv is not None and text.kv is not None:
+                slots = torch.from_numpy(self.slots[-1]).to(target_kv.device)
+                for source, (key, value) in zip(runner.spec.kv_layers, text.kv, strict=True):
+                    target_kv.write(source, slots, key.to(target_kv.device), value.to(target_kv.device))
+
+    def _append(self, which: np.ndarray, start: np.ndarray, end: np.ndarray) -> None:
+        """Tokens [start, end) of some texts enter the context."""
+        device = self.runner.device
+        parts = list(zip(which.tolist(), start.tolist(), end.tolist(), strict=True))
+        features = torch.cat([self.texts[i].features[a:b] for i, a, b in parts])
+        positions = np.concatenate([np.arange(a, b) for _, a, b in parts])
+        slots = np.concatenate([self.slots[i][a:b] for i, a, b in parts])
+        self.runner.append(
+            Verified(
+                features.to(device),
+                torch.from_numpy(positions).to(device),
+                torch.from_numpy(slots).to(device),
+                np.repeat(which, end - start),
+            )
+        )
 
     @torch.inference_mode()
     def run(self, length: int, report: Callable[[int], None] = lambda done: None) -> Trace:
         """Draft ``length`` tokens at every anchor a greedy run at that length would visit."""
         anchors = np.array([t.prompt_length for t in self.texts])
         previous = np.full(len(self.texts), -1)
+        in_context = np.zeros(len(self.texts), np.int64)
         parts: list[tuple] = []
         while True:
             active = np.array([i for i, t in enumerate(self.texts) if anchors[i] < len(t.tokens) - 1], np.int64)
@@ -92,11 +120,12 @@ class Replay:
                 break
             at = anchors[active]
             newest = np.array([int(self.texts[i].tokens[a]) for i, a in zip(active, at, strict=True)])
-            context = DraftContext(newest, at)
-            features = torch.stack([self.context[i][a - 1] for i, a in zip(active, at, strict=True)])
+            self._append(active, in_context[active], at)
+            in_context[active] = at
+            context = DraftContext(newest, at, active)
             lengths = np.full(len(active), length)
             draft, post = self.runner.draft_with_logits(context, lengths, self.page_table[active], greedy_choice)
-            pre = self.runner.estimate_logits(torch.from_numpy(newest).to(features.device), features)
+            pre = self.runner.estimate_logits(context)
             tokens = draft.token_ids.view(len(active), length).cpu().numpy()
             labelled = np.array(
                 [min(length, len(self.texts[i].tokens) - 1 - a) for i, a in zip(active, at, strict=True)]
@@ -108,7 +137,7 @@ class Replay:
                 ]
             )
             accepted = (tokens == truth).cumprod(1).sum(1)
-            parts.append((pre.cpu().numpy(), post.numpy(), accepted, labelled, previous[active].copy()))
+            parts.append((pre.cpu().numpy(), post, accepted, labelled, previous[active].copy()))
             previous[active] = accepted
             anchors[active] = at + accepted + 1
             report(int(sum(len(p[2]) for p in parts)))

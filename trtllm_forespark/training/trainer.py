@@ -1,4 +1,4 @@
-"""Joint training of a DFlash 2 drafter and both estimators (§4.5, appendix A)."""
+"""Joint training of a block drafter and both estimators (§4.5, appendix A; LongSpark §2.4)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from trtllm_forespark.drafters.config import DFlash2Config
-from trtllm_forespark.drafters.dflash2 import DFlash2
-from trtllm_forespark.training.blocks import AnchorBatch, draft_hidden, sample_anchors
+from trtllm_forespark.drafters.block import BlockDrafter
+from trtllm_forespark.drafters.checkpoint import new_drafter
+from trtllm_forespark.drafters.config import BlockConfig
+from trtllm_forespark.training.blocks import AnchorBatch, TargetKV, draft_hidden, sample_anchors, views
 from trtllm_forespark.training.features import FeatureStore, FeatureStores, draft_vocabulary
 from trtllm_forespark.training.losses import Targets, binary_cross_entropy, draft_loss
 from trtllm_forespark.training.state import load_state, save_state
@@ -86,22 +87,24 @@ class Trainer:
 
     def __init__(
         self,
-        config: DFlash2Config,
+        config: BlockConfig,
         settings: TrainSettings,
         stores: list[FeatureStore],
         embedding: torch.Tensor,
         head: torch.Tensor,
         final_norm: torch.Tensor,
         output: Path,
-        start: DFlash2 | None = None,
+        start: BlockDrafter | None = None,
+        target_kv: TargetKV | None = None,
     ) -> None:
         """embedding [V, H], head [V, H] and final_norm [H] of the target; float32, on the CPU. start: a trained drafter
-        of the same configuration whose weights and draft vocabulary a new run takes over."""
+        of the same configuration whose weights and draft vocabulary a new run takes over. target_kv: for a drafter that
+        reads the target's keys and values."""
         self.settings, self.store, self.output = settings, FeatureStores(stores), Path(output)
         self.output.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(settings.seed)
-        self.model = DFlash2(config)
-        self.embedding = embedding
+        self.model = new_drafter(config)
+        self.embedding, self.target_kv = embedding, target_kv
         if start is None:
             self._initialise(final_norm)
         elif start.config == config:
@@ -110,7 +113,11 @@ class Trainer:
             differ = [name for name, value in asdict(config).items() if value != asdict(start.config)[name]]
             raise ValueError(f"the drafter to start from differs in {', '.join(differ)}")
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=settings.weight_decay, fused=True
+            [p for p in self.model.parameters() if p.requires_grad],
+            lr=0.0,
+            betas=(0.9, 0.95),
+            weight_decay=settings.weight_decay,
+            fused=True,
         )
         self.progress = Progress(**(load_state(self.output, self.model, self.optimizer) or {}))
         self.head = head[self.model.d2t].to(getattr(torch, settings.dtype))
@@ -125,8 +132,9 @@ class Trainer:
         )
         scale = torch.from_numpy(1.0 / np.sqrt((sample**2).mean((0, 2))))
         with torch.no_grad():
+            kept = {model.fc, getattr(model, "input_projection", None)}
             for module in model.modules():
-                if isinstance(module, torch.nn.Linear) and module is not model.fc and module.weight.abs().sum() > 0:
+                if isinstance(module, torch.nn.Linear) and module not in kept and module.weight.abs().sum() > 0:
                     module.weight.normal_(std=module.in_features**-0.5 * 0.5)
             weight = model.fc.weight.view(hidden, -1, hidden)
             weight.normal_(std=0.02)
@@ -135,7 +143,9 @@ class Trainer:
             model.norm.weight.copy_(final_norm)
             model.mask_embedding.copy_(self.embedding.mean(0))
             model.pre_draft_estimator.output.weight.zero_()
-            model.post_draft_estimator.output.weight.zero_()
+            for name in ("post_draft_estimator.output", "confidence_head.proj"):
+                if name.split(".")[0] in model._modules:
+                    model.get_submodule(name).weight.zero_()  # type: ignore[operator]
         vocabulary = draft_vocabulary(self.store.stores, config.draft_vocab_size, config.vocab_size)
         model.d2t.copy_(torch.from_numpy(vocabulary))
 
@@ -163,16 +173,12 @@ class Trainer:
         self, batch: AnchorBatch, length: int, total_variation: float, drafted: int
     ) -> tuple[torch.Tensor, StepResult]:
         model = self.model
-        context = model.fuse(batch.hidden)
-        rotary = model.rotary(batch.positions)
-        keys_values = model.context_keys_values(context, rotary)
+        seen = views(model, batch, self.target_kv, self.embedding)
         embeddings = self.embedding[batch.anchor_tokens]
-        hidden = draft_hidden(model, batch, context, keys_values, embeddings, drafted)
+        hidden = draft_hidden(model, batch, seen, embeddings, drafted)
         targets = self.targets(batch, drafted)
         draft = draft_loss(model, hidden, self.head, targets, total_variation)
-
-        predecessor = model.candidate_selector.predecessor_codebook[targets.previous]
-        post_logits = model.post_draft_estimator(hidden, predecessor)
+        post_logits = model.post_logits(hidden, targets.previous)
         post = binary_cross_entropy(post_logits, draft.acceptance, targets.valid.float())
 
         # Row d of the triangle is labelled by drafts of exactly d tokens (a shorter draft is another proposal).
@@ -181,12 +187,10 @@ class Trainer:
         if length < drafted and not model.config.causal:
             every = 4
             with torch.no_grad():
-                short = draft_hidden(model, batch, context, keys_values, embeddings, length, every)
+                short = draft_hidden(model, batch, seen, embeddings, length, every)
                 short_targets = self.targets(batch, length, every)
                 alpha, valid = draft_loss(model, short, self.head, short_targets, 1.0).acceptance, short_targets.valid
-        text_of_anchor = np.repeat(batch.text_offsets[:-1], np.diff(batch.anchor_offsets))
-        rows = (torch.from_numpy(text_of_anchor) + batch.anchor_positions - 1)[::every]
-        logits = model.pre_draft_estimator(context.detach()[rows], embeddings[::every])
+        logits = model.pre_draft_estimator(seen.boundary.detach()[::every], embeddings[::every])
         if model.config.causal:
             logits = logits[:, :drafted]
         else:

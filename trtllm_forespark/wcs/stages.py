@@ -52,7 +52,8 @@ class Draft:
 
     token_ids: [D]. cu_lengths: [n + 1] int64, 0 for a request that drafts nothing.
     candidates: [D, C] token ids the proposal is restricted to; proposal: [D, C] q over them (sums to 1 a row;
-    one-hot for a greedy request). survival: [n, K] post-draft survival S^_i,j, 0 past d_i.
+    one-hot for a greedy request). survival: [n, K] post-draft survival S^_i,j, 0 past d_i. hidden: [D, H], the
+    drafter's state at each drafted token, where it gives one.
     """
 
     token_ids: Array
@@ -60,6 +61,7 @@ class Draft:
     candidates: Array
     proposal: Array
     survival: Array
+    hidden: Array | None = None
 
 
 @dataclass(frozen=True)
