@@ -143,6 +143,7 @@ def new_config(args: argparse.Namespace, target: ModelConfig, name: str) -> Bloc
 def calibrate(args: argparse.Namespace) -> int:
     from trtllm_forespark.cli import make_llm, say, write_json
     from trtllm_forespark.runtime.bench.prompts import load_prompts
+    from trtllm_forespark.runtime.calibration import LONG, table, to_json
     from trtllm_forespark.runtime.calibration import calibrate as run
 
     llm = make_llm(args, policy="ar")
@@ -150,7 +151,8 @@ def calibrate(args: argparse.Namespace) -> int:
     random.Random(args.seed or 0).shuffle(prompts)  # files are often sorted by source
     prompts = prompts[: args.limit]
     result = run(llm, prompts, args.max_tokens, say, Path(args.record_triangles) if args.record_triangles else None)
-    print(json.dumps({k: v for k, v in result["report"].items() if k not in ("pre_draft", "post_draft")}, indent=1))
+    print(to_json({k: v for k, v in result["report"].items() if k not in LONG}))
+    print(table(result["report"]))
     write_json(args.json, result)
     return 0
 

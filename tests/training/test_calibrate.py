@@ -9,14 +9,12 @@ import torch
 from trtllm_forespark.drafters.calibration import Calibration
 from trtllm_forespark.training.calibrate import (
     entries,
-    expected_calibration_error,
     fit,
     fit_logistic,
     fit_temperatures,
-    judge,
-    log_loss,
     sigmoid,
 )
+from trtllm_forespark.training.judging import judge
 from trtllm_forespark.training.replay import Replay, Text, Trace, greedy_choice
 from trtllm_forespark.wcs.survival import triangle_to_survival
 
@@ -36,15 +34,6 @@ def synthetic(length: int, scale: float, bias: float, theta: float, n: int = 200
     post = np.full((n, K), -np.inf, np.float32)
     post[:, :length] = true * theta
     return Trace(length, pre, post, accepted, np.full(n, length), np.full(n, 1))
-
-
-def test_expected_calibration_error_by_hand() -> None:
-    assert expected_calibration_error(np.array([0.5, 0.5, 0.9]), np.array([1.0, 0.0, 1.0])) == pytest.approx(0.1 / 3)
-    assert expected_calibration_error(np.array([1.0]), np.array([1.0])) == 0.0
-
-
-def test_log_loss_by_hand() -> None:
-    assert log_loss(np.array([0.8, 0.4]), np.array([1.0, 0.0])) == pytest.approx(-(np.log(0.8) + np.log(0.6)) / 2)
 
 
 def test_logistic_regression_recovers_scale_and_bias() -> None:
@@ -93,6 +82,7 @@ def test_positions_past_the_text_are_no_labels() -> None:
     )
     calibration = fit({K: short, 1: synthetic(1, 1, 0, 1), 2: synthetic(2, 1, 0, 1)}, K, False, "test")
     assert calibration.scale[-1] == 1.0 and calibration.bias[-1] == 0.0, "nothing is known of position 3"
+    assert calibration.temperature[1:] == pytest.approx([1.0, 1.0])
 
 
 def test_an_entry_with_few_labels_goes_by_its_position() -> None:

@@ -1,16 +1,14 @@
-"""Fitting the calibration of both estimators (appendix B) and judging it on prompts it has not seen."""
+"""Fitting the calibration of both estimators (appendix B)."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 
 from trtllm_forespark.drafters.calibration import Calibration
+from trtllm_forespark.training.reliability import expected_calibration_error
 from trtllm_forespark.training.replay import Trace
 
 TEMPERATURES = np.exp(np.linspace(np.log(0.1), np.log(10.0), 41))
-BINS = 15
 PULL = 30.0
 
 
@@ -18,21 +16,11 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1.0 / (1.0 + np.exp(-np.clip(x, -60, 60)))
 
 
-def expected_calibration_error(predicted: np.ndarray, happened: np.ndarray) -> float:
-    """ECE over 15 equal-width bins."""
-    index = np.minimum((predicted * BINS).astype(int), BINS - 1)
-    count = np.bincount(index, minlength=BINS)
-    gap = np.abs(np.bincount(index, predicted, BINS) - np.bincount(index, happened, BINS))
-    return float(gap.sum() / max(count.sum(), 1))
-
-
-def log_loss(predicted: np.ndarray, happened: np.ndarray) -> float:
-    p = np.clip(predicted, 1e-6, 1 - 1e-6)
-    return float(-(happened * np.log(p) + (1 - happened) * np.log(1 - p)).mean())
-
-
 def fit_temperatures(trace: Trace) -> np.ndarray:
-    """theta_1..theta_K, one after the other, each the grid value of least ECE of the survival so far (eq. 6)."""
+    """theta_1..theta_K, one after the other, each the grid value of least ECE of the survival so far (eq. 6).
+
+    A position without a label keeps 1.
+    """
     survival = np.ones(len(trace.accepted))
     temperatures = np.ones(trace.length, np.float32)
     for j in range(1, trace.length + 1):
@@ -42,7 +30,8 @@ def fit_temperatures(trace: Trace) -> np.ndarray:
             expected_calibration_error(survival[rows] * sigmoid(trace.post_logits[rows, j - 1] / t), happened)
             for t in TEMPERATURES
         ]
-        temperatures[j - 1] = TEMPERATURES[int(np.argmin(errors))]
+        if rows.any():
+            temperatures[j - 1] = TEMPERATURES[int(np.argmin(errors))]
         survival = survival * sigmoid(trace.post_logits[:, j - 1] / temperatures[j - 1])
     return temperatures
 
@@ -114,87 +103,8 @@ def fit(traces: dict[int, Trace], block: int, directional: bool, source: str) ->
     return Calibration(scale, bias, fit_temperatures(full), np.minimum.accumulate(mean).astype(np.float32), source)
 
 
-@dataclass(frozen=True)
-class EntryReport:
-    """One estimator output on held-out drafts: log-loss beside that of the entry's constant rate, and ECE."""
-
-    d: int
-    j: int
-    count: int
-    rate: float
-    log_loss: float
-    constant_log_loss: float
-    ece_before: float
-    ece_after: float
-
-
-def judge(
-    traces: dict[int, Trace], fitted: dict[int, Trace], calibration: Calibration, block: int, directional: bool
-) -> dict:
-    """Both estimators on ``traces`` (held out); the constant rates come from ``fitted``, the drafts calibrated on."""
-    pre = []
-    for output, d, j in entries(block, directional):
-        pre.append(
-            _entry(
-                traces[d],
-                fitted[d],
-                traces[d].pre_logits[:, output],
-                d,
-                j,
-                calibration.scale[output],
-                calibration.bias[output],
-            )
-        )
-    full = traces[block]
-    post = [
-        _entry(full, fitted[block], full.post_logits[:, j - 1], block, j, 1.0 / calibration.temperature[j - 1], 0.0)
-        for j in range(1, block + 1)
-    ]
-    return {
-        "pre_draft": [vars(e) for e in pre],
-        "post_draft": [vars(e) for e in post],
-        "pre_draft_beats_constant": sum(e.log_loss < e.constant_log_loss for e in pre) / len(pre),
-        "post_draft_beats_constant": sum(e.log_loss < e.constant_log_loss for e in post) / len(post),
-        "acceptance_length": {d: round(1 + float(t.accepted.mean()), 4) for d, t in traces.items()},
-        "conditional_by_position": conditional_by_position(full),
-        "predicted_length": predicted_length(full, calibration, block, directional),
-    }
-
-
 def conditional_by_position(trace: Trace) -> list[float]:
     return [
         round(float((trace.accepted[reached(trace, j)] >= j).mean()), 4) if reached(trace, j).any() else 0.0
         for j in range(1, trace.length + 1)
     ]
-
-
-def predicted_length(trace: Trace, calibration: Calibration, block: int, directional: bool) -> dict:
-    """Accepted length of full drafts: the pre-draft estimate beside the previous step's acceptance as predictor."""
-    outputs = [o for o, d, _ in entries(block, directional) if d == block]
-    conditional = sigmoid(calibration.scale[outputs] * trace.pre_logits[:, outputs] + calibration.bias[outputs])
-    predicted = conditional.cumprod(1).sum(1)
-    rows = (trace.previous >= 0) & (trace.labelled == block)
-    out = {}
-    for name, guess in (("pre_draft", predicted), ("previous_step", trace.previous.astype(float))):
-        error = np.abs(guess[rows] - trace.accepted[rows])
-        out[name] = {"mean_absolute_error": round(float(error.mean()), 4)}
-        rounded = np.abs(np.rint(guess[rows]) - trace.accepted[rows])
-        out[name].update({f"within_{k}": round(float((rounded <= k).mean()), 4) for k in (0, 1, 2)})
-    return out
-
-
-def _entry(trace: Trace, fitted: Trace, z: np.ndarray, d: int, j: int, scale: float, bias: float) -> EntryReport:
-    rows, base = reached(trace, j), reached(fitted, j)
-    happened = (trace.accepted[rows] >= j).astype(float)
-    rate = float((fitted.accepted[base] >= j).mean()) if base.any() else 0.5
-    raw, calibrated = sigmoid(z[rows]), sigmoid(scale * z[rows] + bias)
-    return EntryReport(
-        d=d,
-        j=j,
-        count=int(rows.sum()),
-        rate=round(float(happened.mean()), 4),
-        log_loss=round(log_loss(calibrated, happened), 5),
-        constant_log_loss=round(log_loss(np.full(len(happened), rate), happened), 5),
-        ece_before=round(expected_calibration_error(raw, happened), 4),
-        ece_after=round(expected_calibration_error(calibrated, happened), 4),
-    )
