@@ -12,7 +12,7 @@ import torch
 from trtllm_forespark.config import EngineConfig
 from trtllm_forespark.drafters.checkpoint import load_drafter
 from trtllm_forespark.models.linear import packing_available
-from trtllm_forespark.models.registry import default_drafter, load_model, locate_drafter
+from trtllm_forespark.models.registry import drafter_name, load_model, locate_drafter
 from trtllm_forespark.runtime import tables
 from trtllm_forespark.runtime.backends.torch_backend import TorchBackend
 from trtllm_forespark.runtime.executor import Executor, ExecutorConfig
@@ -47,7 +47,7 @@ class LLM:
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device)
         target, self.tokenizer = load_model(config.model, self.dtype, self.device, say)
-        self.drafter_name = config.drafter or default_drafter(config.model)
+        self.drafter_name = drafter_name(config.model, config.drafter)
         drafter = load_drafter(locate_drafter(self.drafter_name)) if self.drafter_name else None
         if drafter:
             made_for, found = drafter[0].config, target.config

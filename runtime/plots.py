@@ -25,10 +25,7 @@ def draw(report: dict[str, Any], folder: Path, say: Callable[[str], None]) -> li
     report: as `judge` makes it or calibration_report.json holds it. Without matplotlib nothing is written, and ``say``
     is told which extra has it.
     """
-    try:
-        import matplotlib.backends.backend_agg  # noqa: F401
-    except ImportError:
-        say(MISSING)
+    if not available(say):
         return []
     figures = {
         "reliability_pre_draft.png": reliability(
@@ -46,8 +43,23 @@ def draw(report: dict[str, Any], folder: Path, say: Callable[[str], None]) -> li
         "predicted_length.png": length_bars(report["predicted_length"]),
     }
     for name, figure in figures.items():
-        write_bytes(folder / name, png(figure))
+        save(figure, folder / name)
     return [folder / name for name in figures]
+
+
+def available(say: Callable[[str], None]) -> bool:
+    """Whether figures can be drawn; where not, ``say`` is told which extra has what is missing."""
+    try:
+        import matplotlib.backends.backend_agg  # noqa: F401
+    except ImportError:
+        say(MISSING)
+        return False
+    return True
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG, whole or not at all."""
+    write_bytes(path, png(figure))
 
 
 def reliability(title: str, source: str, positions: list[dict[str, Any]], survival: list[dict[str, Any]]) -> Figure:

@@ -175,12 +175,19 @@ def bench_decode(args: argparse.Namespace) -> int:
         if getattr(args, option) < 1:
             raise UsageError(f"--{option} {getattr(args, option)}: give 1 or more")
     prompts = [p["prompt"] for p in load_prompts(args.prompts)]
-    llm = make_llm(args, policy="ar", max_batch_size=max(loads))
-    result = decode.run(llm, policies, loads, args.tokens, args.rounds, args.requests, prompts, args.temperature, say)
-    if args.json != "-":
-        print(decode.table(result))
-    write_json(args.json, result)
-    return 130 if result["interrupted"] else 0
+    results: list[dict[str, Any]] = []
+    for drafter in names(args.drafters) if args.drafters else [None]:
+        llm = make_llm(args, policy="ar", max_batch_size=max(loads), **({"drafter": drafter} if drafter else {}))
+        result = decode.run(
+            llm, policies, loads, args.tokens, args.rounds, args.requests, prompts, args.temperature, say
+        )
+        results.append(result)
+        if args.json != "-":
+            print((f"drafter {llm.drafter_name}\n" if args.drafters else "") + decode.table(result))
+        if result["interrupted"]:
+            break
+    write_json(args.json, decode.joined(results))
+    return 130 if results[-1]["interrupted"] else 0
 
 
 def bench_acceptance(args: argparse.Namespace) -> int:
@@ -190,13 +197,44 @@ def bench_acceptance(args: argparse.Namespace) -> int:
     runs = []
     for drafter in drafters:
         llm = make_llm(args, policy="ar", **({"drafter": drafter} if drafter else {}))
-        runs.append(acceptance.run(llm, args.dataset, args.limit, args.tokens, say))
+        for dataset in args.dataset:
+            runs.append(acceptance.run(llm, dataset, args.limit, args.tokens, say))
     if args.json != "-":
         for run in runs:
             by_position = " ".join(f"{c:.2f}" for c in run["conditional_by_position"])
-            print(f"{run['drafter']} on {run['dataset']}: {run['acceptance_length']:.2f} ({by_position})")
+            print(
+                f"{run['drafter']} on {run['dataset']}: {run['acceptance_length']:.2f} ({by_position}), "
+                f"{run['draft_seconds'] * 1e3:.1f} ms a draft"
+            )
     write_json(args.json, {"runs": runs})
     return 0
+
+
+def bench_context(args: argparse.Namespace) -> int:
+    from trtllm_forespark.drafters.checkpoint import load_drafter
+    from trtllm_forespark.models.registry import drafter_name, load_model, locate_drafter
+    from trtllm_forespark.runtime.bench import context
+    from trtllm_forespark.runtime.machine import choose_device, choose_dtype, prepare_allocator
+
+    contexts, batches, rounds = sorted(numbers(args.contexts)), numbers(args.batch), args.rounds
+    if rounds < 1:
+        raise UsageError(f"--rounds {rounds}: give 1 or more")
+    check_output(args.plot)
+    prepare_allocator()
+    model = args.model or "smollm2-135m"
+    whole = [drafter_name(model, name) for name in names(args.drafters)]
+    drafters = {name: load_drafter(locate_drafter(name)) for name in whole if name}
+    if not drafters:
+        raise UsageError("--drafters names none")
+    device = choose_device(args.device or "auto")
+    target, _ = load_model(model, choose_dtype(args.dtype or "auto", device), device, say)
+    result = context.run(target, drafters, contexts, batches, rounds, say)
+    if args.json != "-":
+        print(context.table(result))
+    write_json(args.json, result)
+    if args.plot:
+        context.plot(result, Path(args.plot), say)
+    return 130 if result["interrupted"] else 0
 
 
 def demo(args: argparse.Namespace) -> int:
@@ -277,6 +315,14 @@ def build_parser() -> argparse.ArgumentParser:
     made = add(bench, "acceptance", bench_acceptance, "acceptance length and acceptance by position")
     _lazy(made, "acceptance")
     add_engine_arguments(made, policy=False)
+    made = add(bench, "context", bench_context, "drafting time and drafter state by context length")
+    _lazy(made, "context")
+    for name, text in (
+        ("--model", "default: smollm2-135m"),
+        ("--dtype", "auto, float32, bfloat16, float16"),
+        ("--device", "auto, cpu, cuda"),
+    ):
+        made.add_argument(name, default=None, help=text)
     made = add(
         bench, "scheduler", bench_scheduler, "the host's decision: time and goodput lost against exhaustive search"
     )

@@ -190,6 +190,19 @@ def run(
     }
 
 
+def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The results of several drafters as one: runs and gains name theirs."""
+    if len(results) == 1:
+        return results[0]
+    of_each = [(r, [{"drafter": r["drafter"], **gain} for gain in r["gains"]]) for r in results]
+    return {
+        **results[-1],
+        "drafter": ",".join(r["drafter"] for r in results),
+        "runs": [run_ for r in results for run_ in r["runs"]],
+        "gains": [gain for _, gained in of_each for gain in gained],
+    }
+
+
 def gains(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each load: each policy over autoregressive decoding, and WCS over the best other one.
 
@@ -261,3 +274,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=8, help="requests of a round, at least (default: %(default)s)")
     parser.add_argument("--prompts", help="JSONL (or .jsonl.gz) with a prompt a line; default: the package's own")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--drafters", default=None, help="several, one after the other (comma-separated)")

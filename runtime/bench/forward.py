@@ -19,7 +19,7 @@ import torch
 
 from trtllm_forespark.drafters.checkpoint import load_drafter
 from trtllm_forespark.models.linear import PackedLinear
-from trtllm_forespark.models.registry import default_drafter, load_model, locate_drafter
+from trtllm_forespark.models.registry import drafter_name, load_model, locate_drafter
 from trtllm_forespark.runtime.backends.base import DraftBatch, TargetBatch
 from trtllm_forespark.runtime.backends.torch_backend import TorchBackend
 from trtllm_forespark.runtime.machine import choose_device, choose_dtype, device_name, prepare_allocator
@@ -52,8 +52,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     device = choose_device(args.device)
     dtype = choose_dtype(args.dtype, device)
     target, _ = load_model(args.model, dtype, device)
-    name = default_drafter(args.model) if args.drafter is None else args.drafter
-    drafter = load_drafter(locate_drafter(name)) if name and name != "none" else None
+    name = None if args.drafter == "none" else drafter_name(args.model, args.drafter)
+    drafter = load_drafter(locate_drafter(name)) if name else None
     requests = args.requests or max(sizes)
     longest = args.context + max(sizes) // (args.requests or max(sizes)) + 1
     if longest > target.config.max_position:

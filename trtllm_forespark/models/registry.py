@@ -133,6 +133,14 @@ def default_drafter(model: str) -> str | None:
     return next((name for name in MODELS[model].drafters if _shipped(name).is_dir()), None)
 
 
+def drafter_name(model: str, name: str | None) -> str | None:
+    """The whole name of a drafter: None is the model's default, a short one ("longspark") is that of the model."""
+    if name is None:
+        return default_drafter(model)
+    shipped = MODELS[model].drafters if model in MODELS else ()
+    return next((whole for whole in shipped if whole == f"{model}-{name}"), name)
+
+
 def locate_drafter(name: str) -> Path:
     """The folder (config.json, model.safetensors) of a shipped drafter, a local folder or a Hugging Face id."""
     shipped = [drafter for model in MODELS.values() for drafter in model.drafters]
