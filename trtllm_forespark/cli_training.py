@@ -79,6 +79,7 @@ def train(args: argparse.Namespace) -> int:
     cpu = torch.device("cpu")
     settings = TrainSettings(
         minutes=args.minutes,
+        total_anchors=args.total_anchors,
         seed=args.seed or 0,
         learning_rate=args.learning_rate,
         texts=args.texts,
@@ -227,6 +228,13 @@ def add_commands(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> 
     made.add_argument("--features", default=None, help="folder of the target's features (default: OUTPUT/features)")
     made.add_argument(
         "--minutes", type=float, default=60.0, help="training time over all resumed runs (default: %(default)s)"
+    )
+    made.add_argument(
+        "--total-anchors",
+        type=int,
+        default=None,
+        metavar="N",
+        help="train on N anchors instead of for some minutes: the same run on any machine",
     )
     made.add_argument(
         "--init",

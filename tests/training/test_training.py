@@ -345,3 +345,14 @@ def test_answers_made_with_something_else_or_cut_short_do_not_count(tmp_path) ->
     assert len(AnswerLog(path, ["a", "b", "c"], "model, greedy").done) == 3, "the half line took no other with it"
     again.remove()
     assert AnswerLog(path, ["a"], "model, greedy").done == {}
+
+
+def test_a_run_may_go_by_anchors(tmp_path) -> None:
+    store = make_store(tmp_path / "features")
+    trainer = make_trainer(tmp_path / "run", store, total_anchors=30, minutes=0.0)
+    final = trainer.run()
+    assert 30 <= final["anchors"] < 30 + 8 and trainer.share >= 1.0 and not final["interrupted"]
+    again = make_trainer(tmp_path / "run", store, total_anchors=60, minutes=0.0)
+    assert again.progress.anchors == final["anchors"] and 0.5 <= again.share < 1.0
+    with pytest.raises(ValueError, match="total_anchors 0: give 1 or more"):
+        make_trainer(tmp_path / "none", store, total_anchors=0).run()

@@ -26,7 +26,9 @@ from trtllm_forespark.training.state import load_state, save_state
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """minutes: training time over all resumed runs; the cosine schedule follows it. texts, anchors: a step's batch.
+    """minutes: training time over all resumed runs; the cosine schedule follows it. total_anchors: where given, the run
+    ends, and the schedule goes, by anchors instead, so that it is the same on any machine. texts, anchors: a step's
+    batch.
 
     ce_share: share of the run trained on cross-entropy alone before 0.1 CE + 0.9 TV (total variation has no gradient
     where the drafter gives a token no probability). held: texts at the first store's start kept for validation.
@@ -36,6 +38,7 @@ class TrainSettings:
     """
 
     minutes: float = 60.0
+    total_anchors: int | None = None
     texts: int = 4
     anchors: int = 32
     learning_rate: float = 3e-3
@@ -202,6 +205,14 @@ class Trainer:
         losses = {"draft": draft.loss.item(), "pre": pre.item(), "post": post.item()}
         return loss, StepResult(losses, draft.matched, targets.valid, len(batch.anchor_tokens))
 
+    @property
+    def share(self) -> float:
+        """How much of the run is done."""
+        settings, progress = self.settings, self.progress
+        if settings.total_anchors is not None:
+            return progress.anchors / settings.total_anchors
+        return progress.seconds / (60.0 * settings.minutes) if settings.minutes else 1.0
+
     def step(self) -> StepResult:
         settings, step = self.settings, self.progress.step
         rng = np.random.default_rng((settings.seed, step))
@@ -215,7 +226,7 @@ class Trainer:
         texts = [self.store[settings.held + i] for i in rng.choice(available, settings.texts, replace=False)]
         batch = sample_anchors(texts, settings.anchors, self.model.config.block, rng)
         block = self.model.config.block
-        share = self.progress.seconds / (60.0 * settings.minutes)
+        share = self.share
         length, drafted = lengths_of(step, block, settings.lengths)
         loss, result = self.forward(batch, length, 0.9 if share >= settings.ce_share else 0.0, drafted)
         rate = settings.learning_rate * min(1.0, (step + 1) / settings.warmup_steps)
@@ -256,6 +267,8 @@ class Trainer:
             s: signal.signal(s, lambda number, frame: stop.append(number)) for s in (signal.SIGINT, signal.SIGTERM)
         }
         progress, settings = self.progress, self.settings
+        if settings.total_anchors is not None and settings.total_anchors < 1:
+            raise ValueError(f"total_anchors {settings.total_anchors}: give 1 or more")
         started, base = time.monotonic(), progress.seconds
         window: list[StepResult] = []
         anchors_before, seconds_before = progress.anchors, progress.seconds
@@ -263,7 +276,7 @@ class Trainer:
             json.dumps({"train": asdict(settings), "drafter": self.model.config.asdict()}, indent=1)
         )
         try:
-            while progress.seconds < 60.0 * settings.minutes and not stop:
+            while self.share < 1.0 and not stop:
                 window.append(self.step())
                 progress.step += 1
                 progress.anchors += window[-1].anchors
