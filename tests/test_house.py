@@ -27,7 +27,7 @@ OWNERS = {
     "modelopt": ("build_scripts/",),
     "tensorrt_llm": ("runtime/trtllm/",),
     "mpi4py": ("runtime/ranks.py",),
-    "matplotlib": ("runtime/plots.py",),
+    "matplotlib": ("runtime/plots.py", "runtime/bench/charts.py"),
     "PIL": ("runtime/plots.py",),
     "tritonserver": ("runtime/triton/",),
     "triton_python_backend_utils": ("runtime/triton/",),

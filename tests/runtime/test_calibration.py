@@ -20,9 +20,11 @@ from trtllm_forespark.training.calibrate import fit
 from trtllm_forespark.training.judging import judge
 from trtllm_forespark.training.replay import Text
 
-from ..drafters.test_dflash2 import CONFIG, make_runner
+from ..drafters.kinds import KINDS, World
 from ..training.test_calibrate import K
 from ..training.test_judging import distorted, taken
+
+CONFIG = KINDS["dflash2"]
 
 PLOTS = ["reliability_pre_draft.png", "reliability_post_draft.png", "predicted_length.png"]
 
@@ -52,7 +54,10 @@ def llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "greedy_texts", lambda *_: list(texts))
     config = SimpleNamespace(model="random")
     return SimpleNamespace(
-        backend=SimpleNamespace(runner=make_runner()), config=config, dtype=torch.float32, drafter_name=str(tmp_path)
+        backend=SimpleNamespace(runner=World(CONFIG).runner, kv=None),
+        config=config,
+        dtype=torch.float32,
+        drafter_name=str(tmp_path),
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from trtllm_forespark.drafters.calibration import Calibration
+from trtllm_forespark.drafters.config import BlockConfig
 from trtllm_forespark.models.loaders import open_checkpoint
 from trtllm_forespark.models.transformer import PackedTransformer
 from trtllm_forespark.runtime.backends.torch_backend import TorchBackend
@@ -31,8 +32,8 @@ def target(tmp_path_factory) -> PackedTransformer:
     return PackedTransformer(source.config, source.weights)
 
 
-def make_backend(target: PackedTransformer, kind: str) -> TorchBackend:
-    config = KINDS[kind]
+def tiny_config(kind: str) -> BlockConfig:
+    """A kind of drafter for the tiny target."""
     changes = {
         "hidden_size": BASE["hidden_size"],
         "num_heads": BASE["num_attention_heads"],
@@ -42,7 +43,11 @@ def make_backend(target: PackedTransformer, kind: str) -> TorchBackend:
         "target_layers": 3,
         **({"kv_layers": (0, 2)} if kind.startswith("longspark") else {}),
     }
-    config = dataclasses.replace(config, **changes)
+    return dataclasses.replace(KINDS[kind], **changes)
+
+
+def make_backend(target: PackedTransformer, kind: str) -> TorchBackend:
+    config = tiny_config(kind)
     calibration = Calibration.identity(config.block, config.estimator_outputs)
     drafter = random_drafter(config, std=0.2), calibration
     return TorchBackend(target, drafter, max_batch_size=4, max_seq_len=128, num_pages=32, page_size=PAGE)

@@ -16,12 +16,12 @@ from trtllm_forespark.runtime.backends.torch_backend import TorchBackend
 from trtllm_forespark.runtime.profile import Probe
 from trtllm_forespark.training.replay import greedy_choice
 
-from ..drafters.test_dflash2 import CONFIG, random_drafter
+from ..drafters.kinds import KINDS, random_drafter
 from ..models.tiny import BASE, reference, save
 
 PAGE = 16
 SHAPE = dataclasses.replace(
-    CONFIG,
+    KINDS["dflash2"],
     hidden_size=BASE["hidden_size"],
     num_heads=BASE["num_attention_heads"],
     num_kv_heads=BASE["num_key_value_heads"],

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from trtllm_forespark.drafters.base import DraftContext
 from trtllm_forespark.drafters.calibration import Calibration
 from trtllm_forespark.training.calibrate import (
     entries,
@@ -18,7 +19,7 @@ from trtllm_forespark.training.judging import judge
 from trtllm_forespark.training.replay import Replay, Text, Trace, greedy_choice
 from trtllm_forespark.wcs.survival import triangle_to_survival
 
-from ..drafters.test_dflash2 import CONFIG, make_runner
+from ..drafters.kinds import KINDS, World
 
 K = 3
 
@@ -106,22 +107,29 @@ def test_calibration_files_round_trip_and_wrong_ones_name_the_field(tmp_path) ->
         Calibration.load(path, 3, 6)
 
 
+@pytest.mark.parametrize("kind", ["dflash2", "dspark-causal", "longspark"])
 @pytest.mark.parametrize("length", [1, 3, 5])
-def test_replay_steps_past_what_was_accepted_and_the_targets_next_token(length: int) -> None:
-    runner = make_runner()
+def test_replay_steps_past_what_was_accepted_and_the_targets_next_token(kind: str, length: int) -> None:
+    config, world, by_hand = KINDS[kind], World(KINDS[kind]), World(KINDS[kind])
     rng = np.random.default_rng(0)
-    texts = [Text(rng.integers(0, 90, n), torch.randn(n, 2, 32), p) for n, p in ((30, 7), (19, 3), (12, 10))]
-    replay = Replay(runner, texts)
+    sizes, prompts = [30, 19, 12], [7, 3, 10]
+    seen = world.texts(sizes)
+    layers = list(getattr(config, "kv_layers", ()))
+    texts = [
+        Text(rng.integers(0, 90, n), features, prompt, kv[layers] if layers else None)
+        for n, prompt, (features, kv) in zip(sizes, prompts, seen, strict=True)
+    ]
+    replay = Replay(world.runner, texts, world.kv)
     trace = replay.run(length)
     # By hand, one text after the other.
     expected = []
     for i, text in enumerate(texts):
-        anchor, before = text.prompt_length, -1
+        anchor, before, done = text.prompt_length, -1, 0
         while anchor < len(text.tokens) - 1:
-            from trtllm_forespark.drafters.base import DraftContext
-
+            by_hand.append(i, seen[i], replay.page_table[i], done, anchor)
+            done = anchor
             context = DraftContext(torch.tensor([int(text.tokens[anchor])]), torch.tensor([anchor]), torch.tensor([i]))
-            draft = runner.draft(context, torch.tensor([length]), replay.page_table[i : i + 1], greedy_choice)
+            draft = by_hand.runner.draft(context, torch.tensor([length]), replay.page_table[i : i + 1], greedy_choice)
             truth = text.tokens[anchor + 1 : anchor + 1 + length]
             accepted = 0
             while accepted < len(truth) and draft.token_ids[accepted] == truth[accepted]:
@@ -131,10 +139,10 @@ def test_replay_steps_past_what_was_accepted_and_the_targets_next_token(length: 
     assert sorted((a, n, b) for _, a, n, b in expected) == sorted(
         zip(trace.accepted.tolist(), trace.labelled.tolist(), trace.previous.tolist(), strict=True)
     )
-    assert trace.pre_logits.shape[1] == CONFIG.estimator_outputs
+    assert trace.pre_logits.shape[1] == config.estimator_outputs
 
 
 def test_a_replay_that_does_not_fit_says_how_many_pages_it_needs() -> None:
-    runner = make_runner()
+    runner = World(KINDS["dflash2"]).runner
     with pytest.raises(ValueError, match="the replay needs 40 pages and 1 seats, the runner has 24 and 8"):
         Replay(runner, [Text(np.zeros(640, np.int64), torch.zeros(640, 2, 32), 3)])

@@ -26,8 +26,9 @@ from trtllm_forespark.training.losses import (
 )
 from trtllm_forespark.training.trainer import Trainer, TrainSettings, lengths_of
 
-from ..drafters.test_dflash2 import CONFIG
+from ..drafters.kinds import KINDS
 
+CONFIG = KINDS["dflash2"]
 LAYERS, HIDDEN, VOCAB = 2, 32, 90
 
 
