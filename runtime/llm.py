@@ -21,6 +21,7 @@ from trtllm_forespark.runtime.request import Request, RequestOutput, SamplingPar
 from trtllm_forespark.wcs.controller import WcsController
 from trtllm_forespark.wcs.latency import LatencyTable
 from trtllm_forespark.wcs.policies import make_policy
+from trtllm_forespark.wcs.recalibration import Recalibration
 from trtllm_forespark.wcs.survival import prefix_survival
 
 Prompt = str | Sequence[int]
@@ -76,7 +77,7 @@ class LLM:
         )
         if self.device.type == "cpu" and packing_available(self.dtype):
             self.backend.warm(WARM_ROWS)
-        self.mean_survival = drafter[1].mean_survival if drafter else None
+        self.calibration = drafter[1] if drafter else None
         self._table: LatencyTable | None = None
         self._ids = itertools.count()
         self.executor = self.new_executor(config.policy)
@@ -117,13 +118,39 @@ class LLM:
             make_policy(policy, **policy_settings),
             self.table if needs_table else None,
             block=self.backend.spec.block if self.backend.spec else 1,
-            prior=None if self.mean_survival is None else prefix_survival(self.mean_survival[None])[0],
+            prior=None if self.calibration is None else prefix_survival(self.calibration.mean_survival[None])[0],
             adapt=config.adapt,
+            recalibration=self._recalibration() if policy != "ar" else None,
         )
         backend = self.backend
         if cache_tokens is not None:
             backend = backend.beside(-(-cache_tokens // backend.page_size))
         return Executor(backend, controller, ExecutorConfig(config.max_batch_size, config.max_num_tokens, config.seed))
+
+    def _recalibration(self) -> Recalibration | None:
+        """A fresh one, or that of the file the settings name."""
+        config, own = self.config, self.calibration
+        if not (config.adapt and config.recalibrate):
+            if config.recalibration:
+                raise ValueError(f"recalibration = {config.recalibration!r} needs recalibrate and adapt, one is off")
+            return None
+        if own is None or self.backend.spec is None:
+            return None
+        drafter = f"{self.drafter_name}: {own.source}"
+        made = Recalibration(self.backend.spec.block, own.scale, own.bias, own.temperature, drafter)
+        if config.recalibration:
+            made.load(config.recalibration)
+        return made
+
+    def save_recalibration(self, path: str | Path) -> None:
+        """Write what this engine learnt of its drafter's acceptances, for ``recalibration=path`` of another start.
+
+        Raises ValueError where it learns nothing (recalibrate or adapt off, no drafter, policy 'ar').
+        """
+        learnt = self.executor.controller.recalibration
+        if learnt is None:
+            raise ValueError("nothing is recalibrated: recalibrate or adapt is off, or nothing is drafted")
+        learnt.save(path)
 
     # Generation -------------------------------------------------------------------------------------------------
 

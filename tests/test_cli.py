@@ -112,3 +112,16 @@ def test_another_machines_latency_table_is_refused(capsys, table, tmp_path) -> N
     assert code == 2 and "made for device='another machine'" in err
     code, _, err = run(capsys, "generate", "hi", *common, "--latency-table", str(tmp_path / "none.json"))
     assert code == 2 and "does not exist; make it with" in err
+
+
+def test_recalibration_is_an_option_of_the_engine() -> None:
+    from trtllm_forespark.cli import ENGINE_FIELDS, build_parser
+
+    def parsed(*options: str) -> tuple:
+        args = build_parser().parse_args(["generate", "Hello", *options])
+        return args.recalibrate, args.recalibration
+
+    assert {"recalibrate", "recalibration"} <= set(ENGINE_FIELDS)
+    assert parsed() == (None, None)
+    assert parsed("--no-recalibrate") == (False, None)
+    assert parsed("--recalibration", "state.json") == (None, "state.json")

@@ -54,6 +54,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser, policy: bool = True) -
     group.add_argument("--max-batch-size", type=int, default=None)
     group.add_argument("--max-num-tokens", type=int, default=None)
     group.add_argument("--max-seq-len", type=int, default=None)
+    group.add_argument(
+        "--recalibrate",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="follow observed acceptances in the calibration of every estimate (default: yes)",
+    )
+    group.add_argument("--recalibration", default=None, help="JSON of LLM.save_recalibration to start from")
     group.add_argument("--latency-table", default=None, help="JSON of `forespark profile` (default: the cached one)")
     group.add_argument("--seed", type=int, default=None)
     group.add_argument("--threads", type=int, default=None)
@@ -62,7 +69,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, policy: bool = True) -
 
 ENGINE_FIELDS = (
     "model", "drafter", "policy", "dtype", "device", "max_batch_size", "max_num_tokens", "max_seq_len", "latency_table",
-    "seed", "threads",
+    "recalibrate", "recalibration", "seed", "threads",
 )  # fmt: skip
 
 

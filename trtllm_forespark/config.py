@@ -15,6 +15,9 @@ _ADAPT = (
     "correct estimates by what is accepted and latencies by what steps take, rest where no draft pays; off: what is "
     "drafted does not depend on times (texts of seeded and greedy requests never do)"
 )
+_RECALIBRATE = (
+    "follow observed acceptances in the calibration of every estimate; off, or adapt off: it stays the drafter's own"
+)
 
 
 class EngineConfig(BaseModel):
@@ -34,6 +37,10 @@ class EngineConfig(BaseModel):
     min_draft: int = Field(0, ge=0, description="draft tokens every request gets at least (the paper's fairness floor)")
     whole_pieces: bool = Field(True, description="never stop a draft inside a flat piece of its envelope")
     adapt: bool = Field(True, description=_ADAPT)
+    recalibrate: bool = Field(True, description=_RECALIBRATE)
+    recalibration: str | None = Field(
+        None, description="JSON of `LLM.save_recalibration` to start from; None: the drafter's own calibration"
+    )
     latency_table: str | None = Field(None, description="JSON of `forespark profile`; None: the cached one, or measure")
     seed: int | None = Field(
         None, ge=0, description="of requests that set none (a run repeats with adapt off); None: entropy"

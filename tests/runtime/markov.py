@@ -18,6 +18,7 @@ from trtllm_forespark.runtime.executor import Executor, ExecutorConfig
 from trtllm_forespark.wcs.controller import WcsController
 from trtllm_forespark.wcs.latency import LatencyTable
 from trtllm_forespark.wcs.policies import make_policy
+from trtllm_forespark.wcs.recalibration import Recalibration
 from trtllm_forespark.wcs.stages import Draft, Estimate
 from trtllm_forespark.wcs.survival import triangle_to_survival
 
@@ -71,7 +72,7 @@ class MarkovBackend:
 
     def estimate(self, batch: DraftBatch) -> Estimate:
         anchors = np.asarray(batch.anchors)
-        return Estimate(triangle_to_survival(TRIANGLES[anchors]), np.ones(len(anchors), bool))
+        return Estimate(triangle_to_survival(TRIANGLES[anchors]), np.ones(len(anchors), bool), TRIANGLES[anchors])
 
     def draft(self, batch: DraftBatch, lengths: Sequence[int], propose: Proposer) -> Draft:
         d = torch.as_tensor(np.asarray(lengths))
@@ -81,18 +82,19 @@ class MarkovBackend:
         total = int(cu[-1])
         tokens, ids = torch.zeros(total, dtype=torch.int64), torch.zeros(total, 4, dtype=torch.int64)
         qs = torch.zeros(total, 4)
-        survival = torch.zeros(n, BLOCK)
+        survival, logits = torch.zeros(n, BLOCK), torch.full((n, BLOCK), -torch.inf)
         running = torch.ones(n)
         for j in range(1, int(d.max()) + 1):
             who = (d >= j).nonzero()[:, 0]
             rows = cu[who] + j - 1
             running[who] = running[who] * CONFIDENCE[last[who]]
             survival[who, j - 1] = running[who]
+            logits[who, j - 1] = CONFIDENCE[last[who]].logit()
             candidates = self.candidates[last[who]]
             choice, qs[rows] = propose(self.draft_scores[last[who]], candidates, who, j)
             last[who] = candidates.gather(1, choice[:, None])[:, 0]
             tokens[rows], ids[rows] = last[who], candidates
-        return Draft(tokens, cu, ids, qs, survival)
+        return Draft(tokens, cu, ids, qs, survival, logits)
 
 
 def make_executor(
@@ -102,7 +104,10 @@ def make_executor(
     seed: int = 3,
     perfect: bool = False,
     adapt: bool = False,
+    recalibrate: bool = False,
     **settings,
 ) -> Executor:
-    controller = WcsController(make_policy(policy, **settings), TABLE, block=BLOCK, adapt=adapt)
+    outputs = TRIANGLES.shape[1]
+    offline = Recalibration(BLOCK, np.ones(outputs), np.zeros(outputs), np.ones(BLOCK)) if recalibrate else None
+    controller = WcsController(make_policy(policy, **settings), TABLE, BLOCK, adapt=adapt, recalibration=offline)
     return Executor(MarkovBackend(perfect), controller, ExecutorConfig(max_batch_size, max_num_tokens, seed))

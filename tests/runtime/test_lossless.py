@@ -67,6 +67,15 @@ def test_correcting_estimates_while_serving_changes_no_distribution(policy: str)
     assert executor.controller.after.factor != 1.0 and executor.metrics.drafted > 0
 
 
+@pytest.mark.parametrize("policy", ["adaptive", "wcs"])
+def test_recalibrating_while_serving_changes_no_distribution(policy: str) -> None:
+    executor = make_executor(policy, adapt=True, recalibrate=True)
+    assert p_value(sample(executor, 4000, 16), exact(0)) > 1e-4
+    learnt = executor.controller.recalibration
+    assert learnt is not None and np.abs(learnt.post.change).max() > 0.1 and executor.metrics.drafted > 0
+    assert executor.controller.after.factor == 1.0, "nothing is corrected twice"
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("count", [4000, pytest.param(60000, marks=pytest.mark.full)])
 def test_sequences_have_the_targets_distribution(policy: str, count: int) -> None:

@@ -111,7 +111,7 @@ class BlockRunner:
         logits = self.estimate_logits(context).cpu().numpy()
         to_survival = directional_to_survival if self.spec.directional else triangle_to_survival
         survival = to_survival(logits, self.calibration.scale, self.calibration.bias)
-        return Estimate(survival=survival, known=np.ones(len(logits), bool))
+        return Estimate(survival=survival, known=np.ones(len(logits), bool), logits=logits)
 
     # Drafting ---------------------------------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class BlockRunner:
             none = self._to(np.zeros(0, np.int64))
             cu = torch.zeros(n + 1, dtype=torch.int64)
             empty = none.view(0, 1)
-            return Draft(none, cu, empty, empty.float(), torch.zeros(n, block)), post
+            return Draft(none, cu, empty, empty.float(), torch.zeros(n, block), post), post
         h = self.hidden(context, at, page_table).index_select(0, self._to(at.drafts))
         corrector = self.model.corrector
         top: Top = self.head(h).topk(corrector.top_k, dim=-1)
@@ -161,7 +161,7 @@ class BlockRunner:
             index = self._to(kept)
             tokens, candidates, proposal, h = (x.index_select(0, index) for x in (tokens, candidates, proposal, h))
         cu = torch.from_numpy(np.concatenate([[0], np.cumsum(reach)]))
-        return Draft(tokens, cu, candidates, proposal, torch.from_numpy(survival), hidden=h), post
+        return Draft(tokens, cu, candidates, proposal, torch.from_numpy(survival), post, h), post
 
     def _draw_paired(
         self,

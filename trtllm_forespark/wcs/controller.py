@@ -13,6 +13,7 @@ from trtllm_forespark.wcs.latency import LatencyTable
 from trtllm_forespark.wcs.ops import NumpyOps, Ops
 from trtllm_forespark.wcs.pace import Pace
 from trtllm_forespark.wcs.policies import BeforeDraft, Policy
+from trtllm_forespark.wcs.recalibration import Recalibration
 from trtllm_forespark.wcs.rest import Rest
 from trtllm_forespark.wcs.schedule import Totals, adaptive_budget
 from trtllm_forespark.wcs.stages import Draft, Estimate, Outcome, Plan, Selection
@@ -23,6 +24,9 @@ Key = tuple[Hashable, int]
 _FOLLOW = 0.1
 #: Drafts that are judged together: the arithmetic for so many takes no longer than for one.
 _JUDGED_TOGETHER = 32
+#: Steps that are recalibrated by together, for the same reason: 1, 2, 4, … up to so many, from 1 again after a look
+#: that found nothing, so that a try which fails is soon over.
+_STEPS_TOGETHER = 16
 
 
 class _Judged(NamedTuple):
@@ -45,9 +49,11 @@ class WcsController:
 
     adapt: correct both estimates by what is accepted (`Correction`) and the table by what steps take (`Pace`), and pass
     over steps at loads where looking for drafts has not paid (`Rest`): there speculation costs next to nothing.
+    recalibration: where estimates and drafts bring their logits, survival is made of them by this, which follows what
+    is accepted, and not corrected any further. Needs adapt.
 
     State: the previous step's post-draft survival of each live request, a decaying mean of it, the two corrections,
-    the pace, and whether looking has paid. Not thread-safe.
+    the recalibration, the pace, and whether looking has paid. Not thread-safe.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class WcsController:
         prior: npt.NDArray[np.floating] | None = None,
         ops: Ops | None = None,
         adapt: bool = True,
+        recalibration: Recalibration | None = None,
     ) -> None:
         if block < (1 if policy.needs_drafter else 0):
             raise ValueError(f"block must be 1 or more draft tokens for policy {policy.name!r}, not {block}")
@@ -69,6 +76,8 @@ class WcsController:
         self.prior = np.zeros((block, block), np.float32) if prior is None else np.asarray(prior, np.float32)
         if self.prior.shape != (block, block):
             raise ValueError(f"prior has shape {self.prior.shape}; a block of {block} needs ({block}, {block})")
+        if recalibration is not None and recalibration.block != block:
+            raise ValueError(f"the recalibration is for a block of {recalibration.block}, not {block}")
         self._generation: dict[Hashable, int] = {}
         self._confidence: dict[Hashable, npt.NDArray[np.float32]] = {}
         self._mean = self.prior[-1].copy() if block else np.zeros(0, np.float32)
@@ -76,6 +85,9 @@ class WcsController:
         self._adapt = adapt
         self.before, self.after = Correction(block), Correction(block)  # of pre-draft and post-draft survival
         self._to_judge: list[_Judged] = []  # what neither has learnt from yet
+        self.recalibration = recalibration if adapt else None
+        self._to_recalibrate: list[tuple[npt.NDArray[Any], ...]] = []
+        self._together = 1  # steps
         # Never with a floor of draft tokens: every step owes them.
         self.rest = Rest() if adapt and policy.needs_estimate and not policy.floor else None
 
@@ -110,7 +122,11 @@ class WcsController:
         step = self.before_draft(keys, estimate, limits, num_tokens)
         totals, lengths = self.policy.plan(step)
         if self._adapt and not lengths.any():
-            self.before.fade()
+            if self.recalibration is not None and estimate is not None and estimate.logits is not None:
+                self.recalibration.fade()
+                self._together = 1
+            else:
+                self.before.fade()
         return Plan(
             draft_lengths=lengths,
             budget=_least(totals.budget, int(lengths.sum()), max_budget),
@@ -120,6 +136,7 @@ class WcsController:
             forecast=self.policy.forecast(step, lengths),
             max_budget=max_budget,
             looked=True if step.limits.any() else None,
+            logits=self._logits(estimate),
         )
 
     def totals(self, keys: Sequence[Key], estimate: Estimate | None, limits: Any, num_tokens: int) -> Totals:
@@ -149,7 +166,7 @@ class WcsController:
             return Selection(self.ops.distribute(draft.survival, lengths, _least(drafted, plan.max_budget)))
         if draft.survival is None or self.table is None:
             raise ValueError(f"policy {self.policy.name!r} needs a latency table and drafts with post-draft survival")
-        survival = self.after.apply(draft.survival)
+        survival = self._after(draft, plan)
         fresh = greedy and self.policy.fresh_when_greedy
         forecast = np.asarray(survival if fresh else plan.forecast)
         budget = adaptive_budget(forecast, lengths, num_tokens, self.table)[0]
@@ -167,21 +184,64 @@ class WcsController:
         live = [self._generation.get(request) == generation for request, generation in keys]
         lengths = np.diff(np.asarray(draft.cu_lengths)) * live
         if self._adapt and plan is not None and plan.forecast is not None:
-            self._to_judge.append(
-                _Judged(
-                    np.asarray(plan.forecast),
-                    np.asarray(draft.survival),
-                    lengths,
-                    np.asarray(selection.verified_lengths),
-                    np.asarray(outcome.accepted)[: len(keys)],
-                )
-            )
-            if sum(len(judged.lengths) for judged in self._to_judge) >= _JUDGED_TOGETHER:
-                self._learn(_Judged(*map(np.concatenate, zip(*self._to_judge, strict=True))))
-                self._to_judge.clear()
+            if self.recalibration is not None and draft.logits is not None:
+                self._recalibrate(self.recalibration, draft, plan, lengths, selection, outcome)
+            else:
+                self._correct(draft, plan, lengths, selection, outcome)
         if self.policy.needs_confidence:
-            survival = self.after.apply(draft.survival)
+            survival = self._after(draft, plan)
             self._remember(keys, survival, self._drafted(survival, lengths))
+
+    def _after(self, draft: Draft, plan: Plan | None) -> npt.NDArray[np.float32]:
+        """Post-draft survival as it is now known to be, [n, K]."""
+        if self.recalibration is None or draft.logits is None or plan is None:
+            return self.after.apply(draft.survival)
+        lengths = np.diff(np.asarray(draft.cu_lengths))
+        return self.recalibration.after(np.asarray(draft.logits), self._rows(plan), lengths, plan.logits)
+
+    def _rows(self, plan: Plan) -> npt.NDArray[np.int64]:
+        rows = np.asarray(plan.draft_lengths)  # a draft that broke off came from the pass of its planned length
+        return np.full_like(rows, self.block) if self.policy.single_row else rows
+
+    def _logits(self, estimate: Estimate | None) -> npt.NDArray[np.float32] | None:
+        if self.recalibration is None or estimate is None or estimate.logits is None:
+            return None
+        return np.where(np.asarray(estimate.known, bool)[:, None], estimate.logits, np.float32(np.nan))
+
+    def _recalibrate(
+        self,
+        recalibration: Recalibration,
+        draft: Draft,
+        plan: Plan,
+        lengths: npt.NDArray[np.int64],
+        selection: Selection,
+        outcome: Outcome,
+    ) -> None:
+        n = len(lengths)
+        nothing = np.broadcast_to(np.float32(np.nan), (n, recalibration.outputs))
+        pre = nothing if plan.logits is None else plan.logits
+        verified, accepted = np.asarray(selection.verified_lengths), np.asarray(outcome.accepted)[:n]
+        self._to_recalibrate.append((pre, np.asarray(draft.logits), self._rows(plan), lengths, verified, accepted))
+        if len(self._to_recalibrate) >= self._together:
+            recalibration.learn(*map(np.concatenate, zip(*self._to_recalibrate, strict=True)))
+            self._to_recalibrate.clear()
+            self._together = min(2 * self._together, _STEPS_TOGETHER)
+
+    def _correct(
+        self, draft: Draft, plan: Plan, lengths: npt.NDArray[np.int64], selection: Selection, outcome: Outcome
+    ) -> None:
+        self._to_judge.append(
+            _Judged(
+                np.asarray(plan.forecast),
+                np.asarray(draft.survival),
+                lengths,
+                np.asarray(selection.verified_lengths),
+                np.asarray(outcome.accepted)[: len(lengths)],
+            )
+        )
+        if sum(len(judged.lengths) for judged in self._to_judge) >= _JUDGED_TOGETHER:
+            self._learn(_Judged(*map(np.concatenate, zip(*self._to_judge, strict=True))))
+            self._to_judge.clear()
 
     def _drafted(self, survival: npt.NDArray[np.floating], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         return (np.arange(self.block) < lengths[:, None]) & ~np.isnan(survival)
@@ -265,7 +325,9 @@ class WcsController:
         limits = np.clip(np.asarray(limits, dtype=np.int64), 0, self.block)
         if limits.shape != (len(keys),):
             raise ValueError(f"limits have shape {limits.shape} for {len(keys)} requests")
-        survival = self.before.apply(self._survival(len(keys), estimate))
+        survival = self._survival(len(keys), estimate)
+        if self.recalibration is None or estimate is None or estimate.logits is None:
+            survival = self.before.apply(survival)
         return BeforeDraft(survival, confidence, limits, num_tokens, self.table, self.ops)
 
     def _survival(self, n: int, estimate: Estimate | None) -> npt.NDArray[np.float32]:
@@ -274,7 +336,10 @@ class WcsController:
             return np.zeros(shape, dtype=np.float32)
         if estimate is None:
             return np.broadcast_to(self.prior, shape)
-        survival = np.asarray(estimate.survival, dtype=np.float32)
+        if self.recalibration is not None and estimate.logits is not None:
+            survival = self.recalibration.before(estimate.logits)
+        else:
+            survival = np.asarray(estimate.survival, dtype=np.float32)
         if survival.shape != shape:
             raise ValueError(
                 f"the estimate has shape {survival.shape}; {n} requests and a block of {self.block} need {shape}"

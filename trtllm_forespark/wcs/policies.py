@@ -65,6 +65,8 @@ class Policy:
     needs_table = False
     #: Reads each request's post-draft survival of the step before.
     needs_confidence = False
+    #: Goes by the row of length K, whatever it drafts.
+    single_row = False
     #: Draft tokens every request gets at least.
     floor = 0
     #: Where a whole batch is greedy, B may come from fresh post-draft survival (docs/lossless.md, rule 1).
@@ -225,6 +227,7 @@ class SingleCurve(WorkConserving):
     """WCS that reads only the length-K curve, as if the drafter were directional (section 6.4)."""
 
     name = "wcs-single-curve"
+    single_row = True
 
     def curves(self, step: BeforeDraft) -> Array:
         return prefix_survival(step.survival[:, -1])

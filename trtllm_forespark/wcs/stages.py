@@ -19,10 +19,12 @@ class Estimate:
 
     survival: [n, K, K] float32, ``survival[i, d - 1, j - 1]`` = Pr(A_i,d >= j); entries with j > d are 0.
     known: [n] bool, False for a request whose estimate does not exist yet (it takes the mean of the others).
+    logits: [n, outputs] raw pre-draft logits z, K(K+1)/2 of them or K of a directional drafter; None: it has none.
     """
 
     survival: Array
     known: Array
+    logits: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Plan:
     survive, by estimates made before it; B is priced by it once N is certain. None: all that is drafted is verified.
     max_budget: the most the step has room to verify; None: no limit. looked: whether the step looked for drafts that
     pay, False where it was passed over; None: it says nothing about either (no request had room to draft).
+    logits: the estimate's, NaN where it was not known; None: there are none.
     """
 
     draft_lengths: Array
@@ -44,6 +47,7 @@ class Plan:
     forecast: Array | None = None
     max_budget: int | None = None
     looked: bool | None = None
+    logits: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,9 @@ class Draft:
 
     token_ids: [D]. cu_lengths: [n + 1] int64, 0 for a request that drafts nothing.
     candidates: [D, C] token ids the proposal is restricted to; proposal: [D, C] q over them (sums to 1 a row;
-    one-hot for a greedy request). survival: [n, K] post-draft survival S^_i,j, 0 past d_i. hidden: [D, H], the
-    drafter's state at each drafted token, where it gives one.
+    one-hot for a greedy request). survival: [n, K] post-draft survival S^_i,j, 0 past d_i. logits: [n, K] raw
+    post-draft logits l, -inf past d_i; None: there are none (a drafter has pre-draft and post-draft logits or neither).
+    hidden: [D, H], the drafter's state at each drafted token, where it gives one.
     """
 
     token_ids: Array
@@ -61,6 +66,7 @@ class Draft:
     candidates: Array
     proposal: Array
     survival: Array
+    logits: Array | None = None
     hidden: Array | None = None
 
 
