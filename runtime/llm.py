@@ -96,11 +96,18 @@ class LLM:
         """Use this table from now on (simulations, tests); executors that exist keep theirs."""
         self._table = table
 
-    def new_executor(self, policy: str, *, cache_tokens: int | None = None, **policy_settings: Any) -> Executor:
+    def new_executor(
+        self,
+        policy: str,
+        *,
+        cache_tokens: int | None = None,
+        recalibrate: bool | None = None,
+        **policy_settings: Any,
+    ) -> Executor:
         """Another executor over the same weights, under another policy.
 
         Those over the engine's cache run one at a time. cache_tokens: of a cache of its own, so that others may be in
-        the middle of a batch while this one steps.
+        the middle of a batch while this one steps. recalibrate: False leaves it out, whatever the settings say.
         """
         config = self.config
         if policy != "ar" and self.backend.spec is None:
@@ -120,7 +127,7 @@ class LLM:
             block=self.backend.spec.block if self.backend.spec else 1,
             prior=None if self.calibration is None else prefix_survival(self.calibration.mean_survival[None])[0],
             adapt=config.adapt,
-            recalibration=self._recalibration() if policy != "ar" else None,
+            recalibration=None if policy == "ar" or recalibrate is False else self._recalibration(),
         )
         backend = self.backend
         if cache_tokens is not None:

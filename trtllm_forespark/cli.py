@@ -244,6 +244,20 @@ def bench_context(args: argparse.Namespace) -> int:
     return 130 if result["interrupted"] else 0
 
 
+def bench_recalibration(args: argparse.Namespace) -> int:
+    from trtllm_forespark.runtime.bench import recalibration
+
+    for option in ("load", "tokens", "limit", "rounds"):
+        if getattr(args, option) < 1:
+            raise UsageError(f"--{option} {getattr(args, option)}: give 1 or more")
+    llm = make_llm(args, policy="ar", max_batch_size=args.load)
+    result = recalibration.run(llm, args.dataset, args.load, args.tokens, args.limit, args.rounds, say)
+    if args.json != "-":
+        print(recalibration.text(result))
+    write_json(args.json, result)
+    return 0
+
+
 def demo(args: argparse.Namespace) -> int:
     from trtllm_forespark.runtime import demo as module
 
@@ -330,6 +344,9 @@ def build_parser() -> argparse.ArgumentParser:
         ("--device", "auto, cpu, cuda"),
     ):
         made.add_argument(name, default=None, help=text)
+    made = add(bench, "recalibration", bench_recalibration, "following observed acceptances, on text of another domain")
+    _lazy(made, "recalibration")
+    add_engine_arguments(made, policy=False)
     made = add(
         bench, "scheduler", bench_scheduler, "the host's decision: time and goodput lost against exhaustive search"
     )

@@ -23,9 +23,9 @@ def test_convolution_never_reads_across_a_blocks_start() -> None:
     world = World(KINDS["dflash2"])
     context, table = world.fill([5, 5])
     lengths = torch.tensor([2, 2])
-    first = world.runner.draft_with_logits(context, lengths, table, greedy_choice)[1][1]
+    first = world.runner.draft(context, lengths, table, greedy_choice).logits[1]
     changed = dataclasses.replace(context, anchors=(context.anchors + torch.tensor([7, 0])) % 90)
-    second = world.runner.draft_with_logits(changed, lengths, table, greedy_choice)[1]
+    second = world.runner.draft(changed, lengths, table, greedy_choice).logits
     torch.testing.assert_close(torch.from_numpy(first), torch.from_numpy(second[1]), atol=1e-6, rtol=1e-6)
 
 

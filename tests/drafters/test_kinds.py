@@ -26,7 +26,7 @@ def test_a_packed_request_drafts_as_if_alone(kind: str) -> None:
     drafts = torch.tensor([5, 0, 2, 1, 4])
     context, table = world.fill([3, 17, 40, 16, 1])
     hidden, index = world.hidden(context, drafts, table)
-    together, post = runner.draft_with_logits(context, drafts, table, greedy_choice)
+    together = runner.draft(context, drafts, table, greedy_choice)
     start = 0
     for i in range(5):
         one, pages = rows(context, [i]), table[i : i + 1]
@@ -36,10 +36,10 @@ def test_a_packed_request_drafts_as_if_alone(kind: str) -> None:
             assert torch.equal(index[start : start + slots], alone_index)
             torch.testing.assert_close(hidden[start : start + slots], alone, atol=1e-5, rtol=1e-5)
             start += slots
-        single, single_post = runner.draft_with_logits(one, drafts[i : i + 1], pages, greedy_choice)
+        single = runner.draft(one, drafts[i : i + 1], pages, greedy_choice)
         mine = slice(int(together.cu_lengths[i]), int(together.cu_lengths[i + 1]))
         assert torch.equal(together.token_ids[mine], single.token_ids)
-        np.testing.assert_allclose(post[i], single_post[0], atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(together.logits[i], single.logits[0], atol=1e-5, rtol=1e-5)
         if drafts[i]:
             torch.testing.assert_close(together.hidden[mine], single.hidden, atol=1e-5, rtol=1e-5)
     assert start == len(index) == runner.spec.slots(4, int(drafts.sum()))
@@ -64,7 +64,7 @@ def test_the_draft_is_the_walk_from_left_to_right(kind: str) -> None:
     runner, corrector = world.runner, world.runner.model.corrector
     context, table = world.fill([12, 30, 7])
     lengths = torch.tensor([5, 2, 4])
-    draft, post = runner.draft_with_logits(context, lengths, table, greedy_choice)
+    draft = runner.draft(context, lengths, table, greedy_choice)
     hidden, index = world.hidden(context, lengths, table)
     extra, expected, scored = runner.spec.anchor_slots, [], []
     starts = (index == 0).nonzero()[:, 0].tolist()
@@ -78,7 +78,7 @@ def test_the_draft_is_the_walk_from_left_to_right(kind: str) -> None:
             last = runner.d2t[best.indices[0, scores.argmax()]]
             expected.append(int(last))
     assert draft.token_ids.tolist() == expected
-    np.testing.assert_allclose(post[np.isfinite(post)], scored, atol=1e-5)
+    np.testing.assert_allclose(draft.logits[np.isfinite(draft.logits)], scored, atol=1e-5)
     assert set(expected) <= set(runner.d2t.tolist()) and draft.candidates.shape == (11, 4)
     torch.testing.assert_close(draft.proposal.sum(1), torch.ones(11))
 

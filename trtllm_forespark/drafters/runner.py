@@ -122,12 +122,6 @@ class BlockRunner:
 
         A row whose scores are NaN ends its draft there.
         """
-        return self.draft_with_logits(context, lengths, page_table, propose)[0]
-
-    def draft_with_logits(
-        self, context: DraftContext, lengths: Sequence[int] | np.ndarray, page_table: np.ndarray, propose: Proposer
-    ) -> tuple[Draft, np.ndarray]:
-        """`draft`, and the raw post-draft logits [n, K] (before theta) that calibration fits on, -inf past d_i."""
         wanted = np.asarray(lengths, np.int64)
         n, block = len(wanted), self.spec.block
         post = np.full((n, block), -np.inf, np.float32)
@@ -136,7 +130,7 @@ class BlockRunner:
             none = self._to(np.zeros(0, np.int64))
             cu = torch.zeros(n + 1, dtype=torch.int64)
             empty = none.view(0, 1)
-            return Draft(none, cu, empty, empty.float(), torch.zeros(n, block), post), post
+            return Draft(none, cu, empty, empty.float(), torch.zeros(n, block), post)
         h = self.hidden(context, at, page_table).index_select(0, self._to(at.drafts))
         corrector = self.model.corrector
         top: Top = self.head(h).topk(corrector.top_k, dim=-1)
@@ -161,7 +155,7 @@ class BlockRunner:
             index = self._to(kept)
             tokens, candidates, proposal, h = (x.index_select(0, index) for x in (tokens, candidates, proposal, h))
         cu = torch.from_numpy(np.concatenate([[0], np.cumsum(reach)]))
-        return Draft(tokens, cu, candidates, proposal, torch.from_numpy(survival), post, h), post
+        return Draft(tokens, cu, candidates, proposal, torch.from_numpy(survival), post, h)
 
     def _draw_paired(
         self,

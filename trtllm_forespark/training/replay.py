@@ -124,7 +124,7 @@ class Replay:
             in_context[active] = at
             context = DraftContext(newest, at, active)
             lengths = np.full(len(active), length)
-            draft, post = self.runner.draft_with_logits(context, lengths, self.page_table[active], greedy_choice)
+            draft = self.runner.draft(context, lengths, self.page_table[active], greedy_choice)
             pre = self.runner.estimate_logits(context)
             tokens = draft.token_ids.view(len(active), length).cpu().numpy()
             labelled = np.array(
@@ -137,7 +137,7 @@ class Replay:
                 ]
             )
             accepted = (tokens == truth).cumprod(1).sum(1)
-            parts.append((pre.cpu().numpy(), post, accepted, labelled, previous[active].copy()))
+            parts.append((pre.cpu().numpy(), draft.logits, accepted, labelled, previous[active].copy()))
             previous[active] = accepted
             anchors[active] = at + accepted + 1
             report(int(sum(len(p[2]) for p in parts)))
