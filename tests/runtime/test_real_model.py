@@ -1,4 +1,4 @@
-"""SmolLM2 with its shipped drafter: every policy writes what autoregressive decoding writes (rule 4)."""
+"""SmolLM2 with its shipped drafters: every policy writes what autoregressive decoding writes (rule 4)."""
 
 from __future__ import annotations
 
@@ -44,6 +44,12 @@ def llm() -> LLM:
     return make_llm()
 
 
+@pytest.fixture(scope="module", params=["dflash2", "dspark", "longspark"])
+def each(request, llm: LLM) -> LLM:
+    """With every shipped drafter in turn."""
+    return llm if request.param == "dflash2" else make_llm(drafter=request.param)
+
+
 def write(llm: LLM, executor: Executor, prompts: list[str], tokens: int, every: int = 0) -> list[list[int]]:
     """Answers of prompts submitted together, or one at each ``every`` steps while the others decode."""
     requests = [llm.request(llm.chat_ids(p), SamplingParams(max_tokens=tokens + i % 5)) for i, p in enumerate(prompts)]
@@ -82,13 +88,13 @@ def check(llm: LLM, count: int, tokens: int, batches: tuple[int, ...]) -> None:
             assert executor.metrics.accepted > 0, f"{policy} must really speculate for this test to mean anything"
 
 
-def test_every_policy_writes_what_autoregressive_decoding_writes(llm: LLM) -> None:
-    check(llm, count=5, tokens=20, batches=(5,))
+def test_every_policy_writes_what_autoregressive_decoding_writes(each: LLM) -> None:
+    check(each, count=5, tokens=20, batches=(5,))
 
 
 @pytest.mark.full
-def test_every_policy_writes_the_same_on_32_prompts(llm: LLM) -> None:
-    check(llm, count=32, tokens=64, batches=(1, 5, 16))
+def test_every_policy_writes_the_same_on_32_prompts(each: LLM) -> None:
+    check(each, count=32, tokens=64, batches=(1, 5, 16))
 
 
 def test_draft_lengths_differ_within_a_step(llm: LLM) -> None:
@@ -128,11 +134,11 @@ def test_generate_takes_text_ids_and_lists_and_streams(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("length", [2, 7])
-def test_calibrations_replay_visits_the_anchors_of_a_real_run(llm: LLM, length: int) -> None:
+def test_calibrations_replay_visits_the_anchors_of_a_real_run(each: LLM, length: int) -> None:
     """The labels of calibration (appendix B) are those of a run at exactly that length and full verification."""
-    prompt = own_prompts(1)[0]
+    llm, prompt = each, own_prompts(1)[0]
     text = greedy_texts(llm, [prompt], 24, lambda line: None)[0]
-    trace = Replay(llm.backend.runner, [text]).run(length)
+    trace = Replay(llm.backend.runner, [text], llm.backend.kv).run(length)
     executor = llm.new_executor("batchwise", caps={1: length})
     request = llm.request(llm.chat_ids(prompt), SamplingParams(max_tokens=24))
     executor.submit(request)
