@@ -51,17 +51,7 @@ class LLM:
         self.drafter_name = drafter_name(config.model, config.drafter)
         drafter = load_drafter(locate_drafter(self.drafter_name)) if self.drafter_name else None
         if drafter:
-            made_for, found = drafter[0].config, target.config
-            for what, wanted, there in (
-                ("layers", made_for.target_layers, found.num_layers),
-                ("hidden size", made_for.hidden_size, found.hidden_size),
-                ("vocabulary", made_for.vocab_size, found.vocab_size),
-            ):
-                if wanted != there:
-                    raise ValueError(
-                        f"drafter {self.drafter_name} was made for a target with {what} {wanted}, "
-                        f"{config.model} has {there}; name a drafter made for it, or policy='ar'"
-                    )
+            drafter[0].config.check_target(target.config, str(self.drafter_name), config.model)
         self.max_seq_len = min(config.max_seq_len or target.config.max_position, target.config.max_position)
         page_size = 64
         tokens = config.kv_cache_tokens or max(

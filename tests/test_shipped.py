@@ -49,6 +49,17 @@ def test_model_card_and_log_say_how_it_was_made(name: str) -> None:
 
 
 @every_drafter
+def test_it_is_served_as_it_was_trained(name: str) -> None:
+    """The layers of config.json are those of the training command on the card, and of the run's own settings."""
+    config = load_drafter(folder(name))[0].config
+    assert f"--capture {','.join(map(str, config.capture_layers))}" in (folder(name) / "README.md").read_text()
+    for file in folder(name).glob("training_settings*.json"):
+        trained = json.loads(file.read_text())["drafter"]
+        assert tuple(trained["capture_layers"]) == config.capture_layers, file.name
+        assert tuple(trained.get("kv_layers", ())) == getattr(config, "kv_layers", ()), file.name
+
+
+@every_drafter
 def test_estimators_beat_the_constant_rate_on_held_out_prompts(name: str) -> None:
     """By log-loss, every output that many drafts reached; and the accepted length is predicted better than by the step
     before."""

@@ -20,10 +20,10 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def check_output(where: str | None) -> None:
+def check_output(where: str | None, option: str = "--json") -> None:
     """Before any work: a result must have somewhere to go."""
     if where not in (None, "-") and (Path(where).is_dir() or not Path(where).absolute().parent.is_dir()):
-        raise UsageError(f"--json {where}: not a file in a folder that exists")
+        raise UsageError(f"{option} {where}: not a file in a folder that exists")
 
 
 def write_json(where: str | None, result: Any) -> None:
@@ -223,10 +223,12 @@ def bench_context(args: argparse.Namespace) -> int:
     from trtllm_forespark.runtime.bench import context
     from trtllm_forespark.runtime.machine import choose_device, choose_dtype, prepare_allocator
 
-    contexts, batches, rounds = sorted(numbers(args.contexts)), numbers(args.batch), args.rounds
+    contexts, batches, rounds = sorted(set(numbers(args.contexts))), sorted(set(numbers(args.batch))), args.rounds
     if rounds < 1:
         raise UsageError(f"--rounds {rounds}: give 1 or more")
-    check_output(args.plot)
+    if contexts[0] < 2:
+        raise UsageError("--contexts: give 2 tokens or more")
+    check_output(args.plot, "--plot")
     prepare_allocator()
     model = args.model or "smollm2-135m"
     whole = [drafter_name(model, name) for name in names(args.drafters)]
@@ -235,6 +237,8 @@ def bench_context(args: argparse.Namespace) -> int:
         raise UsageError("--drafters names none")
     device = choose_device(args.device or "auto")
     target, _ = load_model(model, choose_dtype(args.dtype or "auto", device), device, say)
+    for name, (drafter, _) in drafters.items():
+        drafter.config.check_target(target.config, name, model)
     result = context.run(target, drafters, contexts, batches, rounds, say)
     if args.json != "-":
         print(context.table(result))

@@ -46,16 +46,35 @@ def train(args: argparse.Namespace) -> int:
 
     from trtllm_forespark.cli import make_llm, say
     from trtllm_forespark.drafters.checkpoint import load_drafter, save_drafter
+    from trtllm_forespark.models.registry import drafter_name, locate_drafter
     from trtllm_forespark.runtime.machine import choose_dtype
     from trtllm_forespark.runtime.writing import target_features
     from trtllm_forespark.training.distill import load_texts, write_features
     from trtllm_forespark.training.features import FeatureStore
     from trtllm_forespark.training.trainer import Trainer, TrainSettings
 
+    if args.total_anchors is not None and args.total_anchors < 1:
+        raise ValueError(f"--total-anchors {args.total_anchors}: give 1 or more")
     llm = make_llm(args, policy="ar")
     target = llm.backend.target
     c = target.config
-    start = load_drafter(Path(args.init))[0] if args.init else None
+    start = load_drafter(locate_drafter(str(drafter_name(llm.config.model, args.init))))[0] if args.init else None
+    if start:
+        shape = (
+            "drafter",
+            "block",
+            "layers",
+            "capture",
+            "draft_vocab",
+            "markov_head",
+            "layout",
+            "window",
+            "summary_rows",
+        )
+        given = [name for name in (*shape, "without", "causal") if getattr(args, name)]
+        if given:
+            options = ", ".join("--" + name.replace("_", "-") for name in given)
+            raise ValueError(f"--init takes the drafter's shape from {args.init}; leave out {options}")
     config = start.config if start else new_config(args, c, llm.config.model)
     layers = config.capture_layers
     output = Path(args.output)
@@ -69,13 +88,13 @@ def train(args: argparse.Namespace) -> int:
             load_texts(Path(file), c.vocab_size),
             read,
             folder,
-            len(layers),
+            layers,
             c.hidden_size,
             args.seed or 0,
             say_texts,
             source,
         )
-        stores.append(FeatureStore(folder, len(layers), c.hidden_size))
+        stores.append(FeatureStore(folder, layers, c.hidden_size))
     cpu = torch.device("cpu")
     settings = TrainSettings(
         minutes=args.minutes,
@@ -103,24 +122,28 @@ def train(args: argparse.Namespace) -> int:
 
 def new_config(args: argparse.Namespace, target: ModelConfig, name: str) -> BlockConfig:
     """The drafter that `train` was asked for; its layers are shaped like the target's."""
-    from trtllm_forespark.drafters.config import KINDS
+    from trtllm_forespark.drafters.config import KINDS, LongSparkConfig
 
-    count = args.layers or (3 if args.drafter == "longspark" else 2)
+    kind = args.drafter or "dflash2"
+    count = args.layers if args.layers is not None else (3 if kind == "longspark" else 2)
+    if count < 1:
+        raise ValueError(f"--layers {count}: give 1 or more")
     capture = args.capture or evenly_spaced(target.num_layers)
     own: dict[str, Any] = {}
-    if args.drafter == "longspark":
-        inputs = evenly_chosen(capture, count)
+    if kind == "longspark":
+        # The target's last layer has none after it whose keys and values could be made from its output.
+        inputs = evenly_chosen([layer for layer in capture if layer + 1 < target.num_layers], count)
         own = {
-            "kv_layers": tuple(min(layer + 1, target.num_layers - 1) for layer in inputs),
-            "window": args.window,
-            "summary_rows": args.summary_rows,
-            "views": tuple(v for v in ("boundary", "window", "summary") if v not in args.without),
+            "kv_layers": tuple(layer + 1 for layer in inputs),
+            "window": args.window or LongSparkConfig.window,
+            "summary_rows": args.summary_rows or LongSparkConfig.summary_rows,
+            "views": tuple(v for v in LongSparkConfig.views if v not in args.without),
         }
-    if args.drafter == "dspark":
-        own = {"sample_from_anchor": args.layout == "anchor"}
-    if args.drafter != "dflash2":
-        own["markov_head_type"] = args.markov_head
-    return KINDS[args.drafter](
+    if kind == "dspark":
+        own = {"sample_from_anchor": args.layout != "extra"}
+    if kind != "dflash2":
+        own["markov_head_type"] = args.markov_head or "vanilla"
+    return KINDS[kind](
         hidden_size=target.hidden_size,
         num_layers=count,
         num_heads=target.num_heads,
@@ -131,8 +154,8 @@ def new_config(args: argparse.Namespace, target: ModelConfig, name: str) -> Bloc
         rope_theta=target.rope_theta,
         max_position=target.max_position,
         vocab_size=target.vocab_size,
-        draft_vocab_size=min(args.draft_vocab, target.vocab_size),
-        block=args.block,
+        draft_vocab_size=min(args.draft_vocab or 12288, target.vocab_size),
+        block=args.block or 7,
         capture_layers=tuple(capture),
         target_layers=target.num_layers,
         causal=args.causal,
@@ -242,29 +265,33 @@ def add_commands(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> 
         metavar="DIR",
         help="start from this drafter's weights; its shape, captured layers and draft vocabulary are taken over",
     )
-    made.add_argument("--drafter", choices=("dflash2", "dspark", "longspark"), default="dflash2")
-    made.add_argument("--block", type=int, default=7, help="K, the longest draft (default: %(default)s)")
+    made.add_argument("--drafter", choices=("dflash2", "dspark", "longspark"), default=None, help="default: dflash2")
+    made.add_argument("--block", type=int, default=None, help="K, the longest draft (default: 7)")
     made.add_argument(
         "--layers", type=int, default=None, help="decoder layers of the drafter (default: 2, longspark 3)"
     )
-    made.add_argument("--draft-vocab", type=int, default=12288)
+    made.add_argument("--draft-vocab", type=int, default=None, help="tokens it can draft (default: 12288)")
     made.add_argument(
         "--capture", type=lambda s: [int(x) for x in s.split(",")], default=None, help="captured target layers, from 0"
     )
     made.add_argument(
         "--markov-head",
         choices=("vanilla", "gated", "rnn"),
-        default="vanilla",
-        help="correction by the token before, of dspark and longspark (default: %(default)s)",
+        default=None,
+        help="correction by the token before, of dspark and longspark (default: vanilla)",
     )
     made.add_argument(
         "--layout",
         choices=("anchor", "extra"),
-        default="anchor",
-        help="dspark: the anchor's slot predicts position 1, or a block has a slot more (default: %(default)s)",
+        default=None,
+        help="dspark: the anchor's slot predicts position 1, or a block has a slot more (default: anchor)",
     )
-    made.add_argument("--window", type=int, default=256, help="longspark: newest tokens seen one by one")
-    made.add_argument("--summary-rows", type=int, default=16, help="longspark: frozen queries a layer and head")
+    made.add_argument(
+        "--window", type=int, default=None, help="longspark: newest tokens seen one by one (default: 256)"
+    )
+    made.add_argument(
+        "--summary-rows", type=int, default=None, help="longspark: frozen queries a layer and head (default: 16)"
+    )
     made.add_argument(
         "--without",
         nargs="+",

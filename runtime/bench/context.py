@@ -158,9 +158,7 @@ def plot(result: dict[str, Any], path: Path, say: Say) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drafters", default="dflash2,longspark", help="comma-separated (default: %(default)s)")
-    parser.add_argument(
-        "--contexts", default="512,2048,8000", help="tokens, comma-separated, shortest first (default: %(default)s)"
-    )
+    parser.add_argument("--contexts", default="512,2048,8000", help="tokens, comma-separated (default: %(default)s)")
     parser.add_argument("--batch", default="1,8", help="requests that draft together (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=30, help="times each is measured (default: %(default)s)")
     parser.add_argument("--plot", metavar="FILE", default=None, help="also draw it (PNG)")

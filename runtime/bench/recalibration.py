@@ -38,9 +38,12 @@ def run(
     served, judged = prompts[::2], prompts[1::2]
     if len(served) < load or not judged:
         raise ValueError(f"{len(prompts)} prompts: load {load} needs at least {2 * load}")
-    ids = [llm.chat_ids(p) for p in served]
+    ids = [llm.chat_ids(p) for p in served[: len(served) // load * load]]
     room = cache_for(llm, ids, load, tokens)
     executors = {name: llm.new_executor(policy, cache_tokens=room, recalibrate=name == "on") for name in ("on", "off")}
+    learnt = executors["on"].controller.recalibration
+    if learnt is None:
+        raise ValueError("recalibrate or adapt is off")
     speeds: dict[str, list[float]] = {"on": [], "off": []}
     for number in range(rounds):
         for start in range(0, len(ids) - load + 1, load):
@@ -48,9 +51,6 @@ def run(
             for name, decoded in decode_in_turns(llm, executors, batch, tokens).items():
                 speeds[name].append(decoded.throughput)
         say(f"round {number + 1} of {rounds}: {len(speeds['on'])} batches of {load}")
-    learnt = executors["on"].controller.recalibration
-    if learnt is None:
-        raise ValueError("recalibrate or adapt is off")
     texts = greedy_texts(llm, judged, tokens, say)
     traces = replayed(llm, texts, range(1, spec.block + 1))
     ratios = [a / b for a, b in zip(speeds["on"], speeds["off"], strict=True)]
@@ -59,7 +59,7 @@ def run(
         "dataset": Path(dataset).name if dataset else "own",
         "calibrated_on": llm.calibration.source,
         "load": load,
-        "prompts_served": len(served),
+        "prompts_served": len(ids),
         "prompts_judged": len(texts),
         "throughput_on": round(statistics.median(speeds["on"]), 2),
         "throughput_off": round(statistics.median(speeds["off"]), 2),

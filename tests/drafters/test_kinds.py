@@ -239,6 +239,7 @@ def test_checkpoints_round_trip_and_wrong_ones_say_what_is_wrong(kind: str, tmp_
         ("longspark", {"kv_layers": (1, 4)}, "the target has 4 layers"),
         ("longspark", {"views": ("windows",)}, "give some of boundary, window, summary"),
         ("dflash2", {"capture_layers": (0, 9)}, "the target has 4 layers"),
+        ("dflash2", {"capture_layers": (1, 1)}, "give some, each once"),
         ("dflash2", {"block": 0}, "at least one token"),
         ("dflash2", {"draft_vocab_size": 91}, "draft_vocab_size 91 must be 1 to vocab_size 90"),
     ],

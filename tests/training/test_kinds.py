@@ -130,9 +130,15 @@ def test_soft_acceptance_is_of_the_candidates_that_serving_would_draw_from(kind:
     torch.testing.assert_close(acceptance, torch.minimum(p, q).sum(-1), atol=1e-5, rtol=1e-5)
 
 
-def test_a_kv_layer_whose_input_was_not_captured_is_refused(tmp_path) -> None:
+def test_what_was_not_captured_is_refused_before_anything_is_trained(tmp_path) -> None:
     store = make_store(tmp_path / "features")
-    trainer = make_trainer(tmp_path / "run", store, "longspark")
-    trainer.model.config = dataclasses.replace(KINDS["longspark"], kv_layers=(1, 2))
+    torch.manual_seed(0)
+    embedding, head = torch.randn(2, VOCAB, HIDDEN)
+
+    def trainer(config: BlockConfig) -> Trainer:
+        return Trainer(config, TrainSettings(), [store], embedding, head, torch.ones(HIDDEN), tmp_path / "run")
+
     with pytest.raises(ValueError, match="kv layer 2: training needs layer 1 captured"):
-        trainer.step()
+        trainer(dataclasses.replace(KINDS["longspark"], kv_layers=(1, 2)))
+    with pytest.raises(ValueError, match=r"holds layers \(0, 2\), the drafter reads \(0, 1\)"):
+        trainer(dataclasses.replace(KINDS["dspark"], capture_layers=(0, 1)))

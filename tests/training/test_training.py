@@ -30,6 +30,7 @@ from ..drafters.kinds import KINDS
 
 CONFIG = KINDS["dflash2"]
 LAYERS, HIDDEN, VOCAB = 2, 32, 90
+CAPTURED = (0, 2)
 
 
 def fake_features(tokens: np.ndarray, responses: int):
@@ -46,8 +47,8 @@ def make_store(folder, texts: int = 14, seed: int = 0) -> FeatureStore:
     for _ in range(texts):
         prompt, response = rng.integers(0, 45, rng.integers(3, 8)), rng.integers(0, 45, rng.integers(6, 20))
         made.append((np.concatenate([prompt, response]), len(prompt)))
-    write_features(made, fake_features, folder, LAYERS, HIDDEN)
-    return FeatureStore(folder, LAYERS, HIDDEN)
+    write_features(made, fake_features, folder, CAPTURED, HIDDEN)
+    return FeatureStore(folder, CAPTURED, HIDDEN)
 
 
 @pytest.fixture
@@ -241,17 +242,19 @@ def test_estimator_losses_leave_the_drafter_alone(tmp_path) -> None:
 
 def test_stores_and_texts_that_are_wrong_say_so(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match=r"tokens\.npy is missing"):
-        FeatureStore(tmp_path, LAYERS, HIDDEN)
+        FeatureStore(tmp_path, CAPTURED, HIDDEN)
     store = make_store(tmp_path / "f")
     assert len(store) == store.finished() == 14
     with pytest.raises(ValueError, match=r"hidden\.f16: .* expected"):
-        FeatureStore(tmp_path / "f", LAYERS + 1, HIDDEN)
+        FeatureStore(tmp_path / "f", CAPTURED, HIDDEN + 1)
+    with pytest.raises(ValueError, match=r"features of layers \(0, 2\), wanted are \(0, 1\)"):
+        FeatureStore(tmp_path / "f", (0, 1), HIDDEN)
     with pytest.raises(ValueError, match="other texts"):
-        write_features([(np.arange(9), 3)], fake_features, tmp_path / "f", LAYERS, HIDDEN)
+        write_features([(np.arange(9), 3)], fake_features, tmp_path / "f", CAPTURED, HIDDEN)
     texts = [(np.arange(9), 3)]
-    write_features(texts, fake_features, tmp_path / "g", LAYERS, HIDDEN, source="one layer set")
+    write_features(texts, fake_features, tmp_path / "g", CAPTURED, HIDDEN, source="one layer set")
     with pytest.raises(ValueError, match=r"another target \(one layer set\)"):
-        write_features(texts, fake_features, tmp_path / "g", LAYERS, HIDDEN, source="another layer set")
+        write_features(texts, fake_features, tmp_path / "g", CAPTURED, HIDDEN, source="another layer set")
     (tmp_path / "bad.npz").write_bytes(b"no archive")
     with pytest.raises(ValueError, match=r"bad\.npz is not a file of"):
         load_texts(tmp_path / "bad.npz", VOCAB)

@@ -51,8 +51,8 @@ def load_drafter(folder: Path) -> tuple[BlockDrafter, Calibration]:
         raise ValueError(f"{folder / 'config.json'} holds no object")
     try:
         config = BlockConfig.from_json(data)
-    except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'}: {error}") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / 'config.json'}: a setting is wrong: {error}") from None
     model = new_drafter(config)
     wanted = model.state_dict()
     path = folder / "model.safetensors"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from trtllm_forespark.models.config import ModelConfig
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
@@ -47,12 +50,26 @@ class BlockConfig:
         if not 0 < self.draft_vocab_size <= self.vocab_size:
             raise ValueError(f"draft_vocab_size {self.draft_vocab_size} must be 1 to vocab_size {self.vocab_size}")
         bad = [layer for layer in self.capture_layers if not 0 <= layer < self.target_layers]
-        if bad or not self.capture_layers:
+        if bad or not self.capture_layers or len(set(self.capture_layers)) < len(self.capture_layers):
             raise ValueError(
-                f"target_layer_ids {list(self.capture_layers)}: the target has {self.target_layers} layers"
+                f"target_layer_ids {list(self.capture_layers)}: the target has {self.target_layers} layers; "
+                "give some, each once"
             )
         if self.top_k > self.draft_vocab_size:
             raise ValueError(f"{self.top_k_key} {self.top_k} exceeds draft_vocab_size {self.draft_vocab_size}")
+
+    def check_target(self, target: ModelConfig, name: str, model: str) -> None:
+        """Raises ValueError where the drafter ``name`` was made for another target than ``model``."""
+        for what, wanted, found in (
+            ("layers", self.target_layers, target.num_layers),
+            ("hidden size", self.hidden_size, target.hidden_size),
+            ("vocabulary", self.vocab_size, target.vocab_size),
+        ):
+            if wanted != found:
+                raise ValueError(
+                    f"drafter {name} was made for a target with {what} {wanted}, {model} has {found}; "
+                    "name a drafter made for it, or policy='ar'"
+                )
 
     @property
     def anchor_slots(self) -> int:

@@ -148,7 +148,8 @@ class BlockRunner:
         reach[at.who] = np.logical_and.accumulate(there, axis=1).sum(axis=1)
         post[at.who[at.owner], at.position - 1] = raw.cpu().numpy()
         conditional = sigmoid(post / self.calibration.temperature)
-        survival = np.multiply.accumulate(conditional, axis=1) * (np.arange(block) < reach[:, None])
+        there = np.arange(block) < reach[:, None]
+        survival = np.where(there, np.multiply.accumulate(conditional, axis=1), np.float32(0))
         proposal = drawn.proposal
         kept = np.flatnonzero(at.position <= reach[at.who[at.owner]])
         if len(kept) < len(tokens):

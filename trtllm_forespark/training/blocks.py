@@ -118,8 +118,6 @@ def views(model: BlockDrafter, batch: AnchorBatch, target_kv: TargetKV | None, e
     keys, values = [], []
     with torch.no_grad():
         for layer in config.kv_layers:
-            if layer and layer - 1 not in config.capture_layers:
-                raise ValueError(f"kv layer {layer}: training needs layer {layer - 1} captured, which is its input")
             state = batch.hidden[:, config.capture_layers.index(layer - 1)] if layer else embedding[batch.tokens]
             key, value = target_kv(layer, state, batch.positions)
             keys.append(key.float())

@@ -105,13 +105,16 @@ def write_features(
     texts: Sequence[tuple[np.ndarray, int]],
     features: Features,
     folder: Path,
-    layers: int,
+    layers: Sequence[int],
     hidden_size: int,
     seed: int = 0,
     report: Callable[[int, int], None] = lambda done, total: None,
     source: str = "",
 ) -> None:
-    """Run the target over every text once, in a seeded random order, into a `FeatureStore`; resumable."""
+    """Run the target over every text once, in a seeded random order, into a `FeatureStore`; resumable.
+
+    layers: those that ``features`` captures; source: what else the features depend on (target, dtype).
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     order = np.random.default_rng(seed).permutation(len(texts))
@@ -121,20 +124,32 @@ def write_features(
     tokens = np.concatenate([texts[i][0] for i in order])
     progress = folder / "progress"
     shapes = {
-        "hidden.f16": (np.float16, (int(tok_off[-1]), layers, hidden_size)),
+        "hidden.f16": (np.float16, (int(tok_off[-1]), len(layers), hidden_size)),
         "topi.u32": (np.uint32, (int(resp_off[-1]), TOP)),
         "topp.f16": (np.float16, (int(resp_off[-1]), TOP)),
     }
     if progress.exists():
-        made_from = str(np.load(folder / "index.npz").get("source", ""))
-        if made_from != source or not np.array_equal(np.load(folder / "tokens.npy"), tokens):
+        index = np.load(folder / "index.npz")
+        made_from = str(index.get("source", ""))
+        if (
+            made_from != source
+            or index["layers"].tolist() != list(layers)
+            or not np.array_equal(np.load(folder / "tokens.npy"), tokens)
+        ):
             raise ValueError(
                 f"{folder} holds the features of other texts, layers or another target ({made_from or 'unnamed'}); "
                 "give another folder"
             )
     else:
         np.save(folder / "tokens.npy", tokens)
-        np.savez(folder / "index.npz", order=order, tok_off=tok_off, resp_off=resp_off, source=np.array(source))
+        np.savez(
+            folder / "index.npz",
+            order=order,
+            tok_off=tok_off,
+            resp_off=resp_off,
+            source=np.array(source),
+            layers=np.array(layers),
+        )
     maps = {
         name: np.memmap(folder / name, dtype, "r+" if progress.exists() else "w+", shape=shape)
         for name, (dtype, shape) in shapes.items()

@@ -1,9 +1,9 @@
 """Target features of training text on disk: written once by the target, read by every epoch.
 
-A store is a folder: ``tokens.npy`` (all sequences, prompt then response), ``index.npz`` (``tok_off``, ``resp_off``),
-``hidden.f16`` [tokens, L, H] (outputs of the captured layers), ``topi.u32`` and ``topp.f16`` [response tokens, 32] (the
-target's most likely next tokens and their probabilities at the position before each response token), and ``progress``
-(sequences finished). It may be read while it is being written.
+A store is a folder: ``tokens.npy`` (all sequences, prompt then response), ``index.npz`` (``tok_off``, ``resp_off``,
+``layers``), ``hidden.f16`` [tokens, L, H] (outputs of the captured layers), ``topi.u32`` and ``topp.f16`` [response
+tokens, 32] (the target's most likely next tokens and their probabilities at the position before each response token),
+and ``progress`` (sequences finished). It may be read while it is being written.
 """
 
 from __future__ import annotations
@@ -31,18 +31,22 @@ class Sequence:
 class FeatureStore:
     """Read side of a store (see the module's text)."""
 
-    def __init__(self, folder: Path, layers: int, hidden_size: int) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: Path, layers: Iterable[int], hidden_size: int) -> None:
+        """layers: the captured target layers that are wanted. Raises ValueError where the store holds others."""
+        self.folder, self.layers = Path(folder), tuple(layers)
         for name in ("tokens.npy", "index.npz", "hidden.f16", "topi.u32", "topp.f16"):
             if not (self.folder / name).exists():
                 raise FileNotFoundError(
                     f"feature store {self.folder}: {name} is missing; run `forespark train` to make it"
                 )
         index = np.load(self.folder / "index.npz")
+        found = tuple(index["layers"].tolist()) if "layers" in index else None
+        if found != self.layers:
+            raise ValueError(f"{self.folder} holds features of layers {found}, wanted are {self.layers}")
         self.token_offsets, self.response_offsets = index["tok_off"], index["resp_off"]
         self.tokens = np.load(self.folder / "tokens.npy", mmap_mode="r")
         tokens, responses = int(self.token_offsets[-1]), int(self.response_offsets[-1])
-        self.hidden = self._map("hidden.f16", np.float16, (tokens, layers, hidden_size))
+        self.hidden = self._map("hidden.f16", np.float16, (tokens, len(self.layers), hidden_size))
         self.top_ids = self._map("topi.u32", np.uint32, (responses, TOP))
         self.top_probs = self._map("topp.f16", np.float16, (responses, TOP))
 

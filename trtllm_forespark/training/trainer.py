@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from trtllm_forespark.drafters.block import BlockDrafter
 from trtllm_forespark.drafters.checkpoint import new_drafter
-from trtllm_forespark.drafters.config import BlockConfig
+from trtllm_forespark.drafters.config import BlockConfig, LongSparkConfig
 from trtllm_forespark.training.blocks import AnchorBatch, TargetKV, draft_hidden, sample_anchors, views
 from trtllm_forespark.training.features import FeatureStore, FeatureStores, draft_vocabulary
 from trtllm_forespark.training.losses import Targets, binary_cross_entropy, draft_loss
@@ -53,6 +53,10 @@ class TrainSettings:
     lengths: str = "full"
     log_every: int = 50
     save_every: int = 500
+
+    def __post_init__(self) -> None:
+        if self.total_anchors is not None and self.total_anchors < 1:
+            raise ValueError(f"total_anchors {self.total_anchors}: give 1 or more")
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,15 @@ class Trainer:
         """embedding [V, H], head [V, H] and final_norm [H] of the target; float32, on the CPU. start: a trained drafter
         of the same configuration whose weights and draft vocabulary a new run takes over. target_kv: for a drafter that
         reads the target's keys and values."""
+        for store in stores:
+            if store.layers != config.capture_layers:
+                raise ValueError(
+                    f"{store.folder} holds layers {store.layers}, the drafter reads {config.capture_layers}"
+                )
+        if isinstance(config, LongSparkConfig):
+            for layer in config.kv_layers:
+                if layer and layer - 1 not in config.capture_layers:
+                    raise ValueError(f"kv layer {layer}: training needs layer {layer - 1} captured, which is its input")
         self.settings, self.store, self.output = settings, FeatureStores(stores), Path(output)
         self.output.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(settings.seed)
@@ -267,8 +280,6 @@ class Trainer:
             s: signal.signal(s, lambda number, frame: stop.append(number)) for s in (signal.SIGINT, signal.SIGTERM)
         }
         progress, settings = self.progress, self.settings
-        if settings.total_anchors is not None and settings.total_anchors < 1:
-            raise ValueError(f"total_anchors {settings.total_anchors}: give 1 or more")
         started, base = time.monotonic(), progress.seconds
         window: list[StepResult] = []
         anchors_before, seconds_before = progress.anchors, progress.seconds
