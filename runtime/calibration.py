@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trtllm_forespark.drafters.runner import BlockRunner
+from trtllm_forespark.drafters.base import DrafterRunner
 from trtllm_forespark.files import write_text
 from trtllm_forespark.models.registry import locate_drafter
 from trtllm_forespark.runtime import plots
@@ -166,7 +166,7 @@ def logged(say: Callable[[str], None], path: Path) -> Callable[[str], None]:
     return both
 
 
-def page_chunks(texts: list[Text], runner: BlockRunner) -> list[list[Text]]:
+def page_chunks(texts: list[Text], runner: DrafterRunner) -> list[list[Text]]:
     """Texts in runs whose pages and seats the drafter has."""
     chunks: list[list[Text]] = [[]]
     used = 0

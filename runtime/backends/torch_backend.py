@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from trtllm_forespark.drafters.base import DraftContext, DrafterSpec, Proposer, Verified
+from trtllm_forespark.drafters.base import DraftContext, DrafterRunner, DrafterSpec, Proposer, Verified
 from trtllm_forespark.drafters.block import BlockDrafter
 from trtllm_forespark.drafters.calibration import Calibration
-from trtllm_forespark.drafters.runner import BlockRunner, make_runner
+from trtllm_forespark.drafters.runner import make_runner
 from trtllm_forespark.models.transformer import PackedBatch, PackedTransformer
 from trtllm_forespark.runtime.backends.base import DraftBatch, TargetBatch
 from trtllm_forespark.wcs.stages import Draft, Estimate
@@ -65,7 +65,7 @@ class TorchBackend:
         self.max_seq_len, self.vocab_size = max_seq_len, config.vocab_size
         self.page_size, self.num_pages, self.max_batch_size = page_size, num_pages, max_batch_size
         target.rope.tabulate(max_seq_len)
-        self.runner: BlockRunner | None = None
+        self.runner: DrafterRunner | None = None
         self.spec: DrafterSpec | None = None
         self._capture: tuple[int, ...] = ()
         if drafter is not None:

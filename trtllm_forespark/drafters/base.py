@@ -97,6 +97,7 @@ class DrafterRunner(Protocol):
     """
 
     spec: DrafterSpec
+    device: torch.device
     seats: int
     num_pages: int
     page_size: int

@@ -53,7 +53,7 @@ class PagedRunner(BlockRunner):
         rotary = self.model.rotary(tokens.positions)
         for layer, (key, value) in enumerate(self.model.context_keys_values(context, rotary)):
             self.kv.write_rows(layer, rows, key, value)
-        whose, newest = self._newest(tokens.seats)
+        _, whose, _, newest = self.by_seat(tokens.seats)
         self.boundary.index_copy_(0, self._to(whose), context.index_select(0, self._to(newest)))
 
     def clear(self, pages: torch.Tensor) -> None:

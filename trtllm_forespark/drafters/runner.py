@@ -21,8 +21,17 @@ from trtllm_forespark.models.linear import PackedLinear
 from trtllm_forespark.wcs.stages import Draft, Estimate
 from trtllm_forespark.wcs.survival import directional_to_survival, sigmoid, triangle_to_survival
 
-#: (values, columns of the head) [D, C] of each slot's likeliest candidates.
-Top = tuple[torch.Tensor, torch.Tensor]
+
+class Slots(NamedTuple):
+    """D draft slots before anything is drawn: hidden [D, H]; of each one's candidates the logits, the columns of the
+    head and the target ids, [D, C]; anchors [m] of the blocks."""
+
+    at: Blocks
+    hidden: torch.Tensor
+    logits: torch.Tensor
+    columns: torch.Tensor
+    candidates: torch.Tensor
+    anchors: torch.Tensor
 
 
 class Drawn(NamedTuple):
@@ -45,13 +54,12 @@ class BlockRunner:
         head: torch.Tensor,
         page_size: int,
         dtype: torch.dtype,
-        name: str = "",
     ) -> None:
         """embedding [V, H], head [V, H] of the target (the head's draft-vocabulary rows are copied). Call `begin`."""
         config = model.config
         device = embedding.device
         self.spec = DrafterSpec(
-            name=name or config.kind,
+            name=config.kind,
             block=config.block,
             length_space="request",
             parallel=True,
@@ -66,6 +74,7 @@ class BlockRunner:
         self.embedding = embedding
         self.d2t = self.model.d2t.to(device)
         self.head = PackedLinear(head[self.d2t].to(dtype))
+        self.device = device
         self.page_size, self._dtype = page_size, dtype
         self.num_pages = self.seats = 0
 
@@ -94,21 +103,20 @@ class BlockRunner:
         """How the packed blocks attend to their contexts and themselves."""
         raise NotImplementedError
 
-    def _newest(self, seats: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(seats that occur, row of each one's last token) of packed tokens."""
-        whose, from_end = np.unique(seats[::-1], return_index=True)
-        return whose, len(seats) - 1 - from_end
+    @staticmethod
+    def by_seat(seats: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Of packed tokens' seats [T]: the order that puts a seat's together, which occur, how many of each, and the
+        row of each one's last."""
+        order = np.argsort(seats, kind="stable")
+        whose, counts = np.unique(seats, return_counts=True)
+        return order, whose, counts, order[np.cumsum(counts) - 1]
 
     # Estimates --------------------------------------------------------------------------------------------------------
 
-    def estimate_logits(self, context: DraftContext) -> torch.Tensor:
-        """Raw pre-draft logits z [n, outputs] (eq. 2), float32."""
+    def estimate(self, context: DraftContext) -> Estimate:
         features = self.boundary.index_select(0, self._to(np.asarray(context.seats, np.int64)))
         anchors = self._to(np.asarray(context.anchors, np.int64))
-        return self.model.pre_draft_estimator(features, self.embedding[anchors]).float()
-
-    def estimate(self, context: DraftContext) -> Estimate:
-        logits = self.estimate_logits(context).cpu().numpy()
+        logits = self.model.pre_draft_estimator(features, self.embedding[anchors]).float().cpu().numpy()
         to_survival = directional_to_survival if self.spec.directional else triangle_to_survival
         survival = to_survival(logits, self.calibration.scale, self.calibration.bias)
         return Estimate(survival=survival, known=np.ones(len(logits), bool), logits=logits)
@@ -133,11 +141,11 @@ class BlockRunner:
             return Draft(none, cu, empty, empty.float(), torch.zeros(n, block), post)
         h = self.hidden(context, at, page_table).index_select(0, self._to(at.drafts))
         corrector = self.model.corrector
-        top: Top = self.head(h).topk(corrector.top_k, dim=-1)
-        candidates = self.d2t[top[1]]
+        logits, columns = self.head(h).topk(corrector.top_k, dim=-1)
+        candidates = self.d2t[columns]
         anchors = self._to(np.asarray(context.anchors, np.int64)[at.who])
         draw = self._draw_paired if corrector.paired else self._draw_in_turn
-        drawn = draw(at, h, top, candidates, anchors, propose)
+        drawn = draw(Slots(at, h, logits, columns, candidates, anchors), propose)
         tokens = candidates.gather(1, self._to(np.maximum(drawn.column, 0))[:, None]).squeeze(1)
         raw = self.model.post_logits(h, drawn.previous)
 
@@ -158,19 +166,11 @@ class BlockRunner:
         cu = torch.from_numpy(np.concatenate([[0], np.cumsum(reach)]))
         return Draft(tokens, cu, candidates, proposal, torch.from_numpy(survival), post, h)
 
-    def _draw_paired(
-        self,
-        at: Blocks,
-        h: torch.Tensor,
-        top: tuple,
-        candidates: torch.Tensor,
-        anchors: torch.Tensor,
-        propose: Proposer,
-    ) -> Drawn:
+    def _draw_paired(self, slots: Slots, propose: Proposer) -> Drawn:
         """A position's predecessor is one of the candidates before it (the anchor before the first): a token is drawn
         for each of them at once, then the walk follows the drawn columns."""
+        at, h, logits, columns, candidates, anchors = slots
         corrector, width = self.model.corrector, candidates.shape[1]
-        logits, columns = top
         first = at.position == 1
         owner = self._to(at.owner)
         before = torch.where(self._to(first)[:, None], anchors[owner][:, None], candidates.roll(1, 0))
@@ -188,18 +188,10 @@ class BlockRunner:
         proposal = q.view(len(h), width, width).gather(1, came_from[:, :, None].expand(-1, 1, width)).squeeze(1)
         return Drawn(column, previous, proposal)
 
-    def _draw_in_turn(
-        self,
-        at: Blocks,
-        h: torch.Tensor,
-        top: tuple,
-        candidates: torch.Tensor,
-        anchors: torch.Tensor,
-        propose: Proposer,
-    ) -> Drawn:
+    def _draw_in_turn(self, slots: Slots, propose: Proposer) -> Drawn:
         """Position by position, for a correction that reads the whole path, or has too many candidates for pairs."""
+        at, h, logits, columns, candidates, anchors = slots
         corrector = self.model.corrector
-        logits, columns = top
         column = np.full(len(h), -1, np.int64)
         previous = torch.zeros(len(h), dtype=torch.int64, device=self.device)
         proposal = torch.zeros(candidates.shape, device=self.device)
@@ -216,9 +208,7 @@ class BlockRunner:
             token = candidates[rows].gather(1, choice.clamp(min=0)[:, None]).squeeze(1)
             last = last.index_copy(0, who, token)
             if new is not None:
-                state = torch.zeros(len(at.d), new.shape[1], dtype=new.dtype, device=self.device).index_copy(
-                    0, who, new
-                )
+                state = new.new_zeros(len(at.d), new.shape[1]).index_copy(0, who, new)
         return Drawn(column, previous, proposal)
 
     def hidden(self, context: DraftContext, at: Blocks, page_table: np.ndarray) -> torch.Tensor:
@@ -246,10 +236,6 @@ class BlockRunner:
         model.corrector.latents(hidden, zeros[:, None])
         model.post_logits(hidden, zeros)
 
-    @property
-    def device(self) -> torch.device:
-        return self.embedding.device
-
     def _to(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
 
@@ -261,11 +247,10 @@ def make_runner(
     head: torch.Tensor,
     page_size: int,
     dtype: torch.dtype,
-    name: str = "",
 ) -> BlockRunner:
     """The runner of a model's kind."""
     from trtllm_forespark.drafters.paged_context import PagedRunner
     from trtllm_forespark.drafters.view_context import ViewRunner
 
     kind = PagedRunner if model.owns_context else ViewRunner
-    return kind(model, calibration, embedding, head, page_size, dtype, name)
+    return kind(model, calibration, embedding, head, page_size, dtype)

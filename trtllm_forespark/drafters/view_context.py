@@ -50,13 +50,13 @@ class ViewAttention:
             2,
         )
         to = runner._to
-        self.rows = None if real.all() and m * width == len(at.index) else to(rows.reshape(-1))
+        self.rows = None if real.all() else to(rows.reshape(-1))
         self.real = None if real.all() else to(np.flatnonzero(real))
         self.window = kv.rows_by_head(to(slot)) if window else None
         self.shape = (m, width, window)
-        self.hidden = torch.from_numpy(hidden).to(runner.device)
+        mask = torch.zeros(hidden.shape, device=runner.device)
+        self.mask = mask.masked_fill_(torch.from_numpy(hidden).to(runner.device), -1e30)[:, None, None]
         self.seats = to(seats)
-        self.mask: torch.Tensor | None = None
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         m, width, window = self.shape
@@ -73,9 +73,6 @@ class ViewAttention:
             recent = runner.target_kv.gather(runner.spec.kv_layers[layer], self.window, (m, kv_heads, window))
             k, v = torch.cat([recent[0].to(dtype), k], 2), torch.cat([recent[1].to(dtype), v], 2)
         scores = torch.matmul(q, k.transpose(-1, -2)).float().view(m, kv_heads, shared, width, -1)
-        if self.mask is None:
-            mask = torch.zeros(self.hidden.shape, device=self.hidden.device)
-            self.mask = mask.masked_fill_(self.hidden, -1e30)[:, None, None]
         scores = (scores + self.mask).view(m, heads, width, -1)
         if runner.summary is not None:
             queries = runner.summary.queries[layer].to(dtype)
@@ -112,7 +109,7 @@ class ViewRunner(BlockRunner):
         self.summary = SummaryState(self.model.summary_queries, seats) if with_summary else None
 
     def append(self, tokens: Verified) -> None:
-        whose, newest = self._newest(tokens.seats)
+        order, whose, each, newest = self.by_seat(tokens.seats)
         seats, last = self._to(whose), self._to(newest)
         self.boundary.index_copy_(0, seats, self.model.fuse(tokens.features.index_select(0, last)))
         if self.summary is None:
@@ -120,9 +117,8 @@ class ViewRunner(BlockRunner):
         beginning = tokens.seats[tokens.positions.cpu().numpy() == 0]
         for seat in beginning.tolist():
             self.summary.reset(seat)
-        order = np.argsort(tokens.seats, kind="stable")
         rows = self.target_kv.rows(tokens.slots.index_select(0, self._to(order)))
-        counts = self._to(np.unique(tokens.seats, return_counts=True)[1])
+        counts = self._to(each)
         shape = (len(order), self.target_kv.num_kv_heads)
         for layer, source in enumerate(self.spec.kv_layers):
             self.summary.absorb(layer, seats, *self.target_kv.gather(source, rows, shape), counts)

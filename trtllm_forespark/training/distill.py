@@ -133,7 +133,7 @@ def write_features(
         made_from = str(index.get("source", ""))
         if (
             made_from != source
-            or index["layers"].tolist() != list(layers)
+            or not np.array_equal(index.get("layers", []), layers)
             or not np.array_equal(np.load(folder / "tokens.npy"), tokens)
         ):
             raise ValueError(

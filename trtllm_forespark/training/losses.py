@@ -108,9 +108,21 @@ class _Rows:
     def some_label(self) -> torch.Tensor:
         return self.label.clamp(min=0)[:, None]
 
-    def head_columns(self) -> torch.Tensor:
-        """[r, 1 + 32]: the label's and the target's likeliest columns."""
-        return torch.cat([self.some_label, self.top_ids.clamp(min=0)], 1)
+    def over_vocabulary(
+        self,
+        hidden: torch.Tensor,
+        head: torch.Tensor,
+        latents: torch.Tensor | None,
+        successors: torch.Tensor | None,
+        top_k: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Candidates and their logits [r, k], the label's logit [r, 1], the weighted sum of cross-entropy, and the
+        total variation [r], of ``hidden @ head.T`` corrected by ``latents @ successors.T``."""
+        columns = torch.cat([self.some_label, self.top_ids.clamp(min=0)], 1)
+        log_z, logits, candidates = _HeadColumns.apply(hidden, head, latents, successors, columns, top_k)
+        of_candidates, of_label, of_top = logits.split([top_k, 1, self.top_ids.shape[1]], 1)
+        ce = self.cross_entropy(of_label.squeeze(1) - log_z)
+        return candidates, of_candidates, of_label, ce, self.variation(of_top - log_z[:, None])
 
     def cross_entropy(self, log_q: torch.Tensor) -> torch.Tensor:
         """Weighted sum of -log q [r] of the labels, where there is one."""
@@ -140,10 +152,7 @@ def _selector_loss(
     m, length, size = hidden.shape
     flat, rows = hidden.reshape(m * length, size), _Rows.of(targets)
     selector = model.candidate_selector
-    log_z, columns, candidates = _HeadColumns.apply(flat, head, None, None, rows.head_columns(), selector.top_k)
-    candidate_logits, label_logits, top_logits = columns.split([selector.top_k, 1, rows.top_ids.shape[1]], 1)
-    ce = rows.cross_entropy(label_logits.squeeze(1) - log_z)
-    tv = rows.variation(top_logits - log_z[:, None])
+    candidates, candidate_logits, label_logits, ce, tv = rows.over_vocabulary(flat, head, None, None, selector.top_k)
 
     widened = torch.cat([candidates, rows.some_label], 1)
     latents = selector.latents(flat, targets.previous.reshape(-1, 1))[0]
@@ -174,12 +183,10 @@ def _markov_loss(
     flat, rows = hidden.reshape(m * length, size), _Rows.of(targets)
     corrector = model.corrector
     latents = corrector.along(hidden, targets.previous).reshape(m * length, -1)
-    log_z, columns, candidates = _HeadColumns.apply(
-        flat, head, latents, corrector.successors, rows.head_columns(), corrector.top_k
+    candidates, candidate_logits, _, ce, tv = rows.over_vocabulary(
+        flat, head, latents, corrector.successors, corrector.top_k
     )
-    candidate_logits, label_logits, top_logits = columns.split([corrector.top_k, 1, rows.top_ids.shape[1]], 1)
-    ce = rows.cross_entropy(label_logits.squeeze(1) - log_z)
-    variation = (rows.weights * rows.variation(top_logits - log_z[:, None])).sum()
+    variation = (rows.weights * tv).sum()
     loss = ((1 - total_variation) * ce + total_variation * model.variation * variation) / rows.weights.sum()
     p_candidates = candidate_probability(rows.top_ids, rows.top_probs, candidates)
     return DraftLoss(loss, *_accepted(candidate_logits, candidates, p_candidates, rows, (m, length)))

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trtllm_forespark.drafters.base import DraftContext, Verified
-from trtllm_forespark.drafters.runner import BlockRunner
+from trtllm_forespark.drafters.base import DraftContext, DrafterRunner, Verified
 from trtllm_forespark.models.kv import PagedKV
 
 
@@ -65,7 +64,7 @@ def greedy_choice(
 class Replay:
     """Texts drafted over at any length; the drafter's context grows with the anchors, as it does in a run."""
 
-    def __init__(self, runner: BlockRunner, texts: list[Text], target_kv: PagedKV | None = None) -> None:
+    def __init__(self, runner: DrafterRunner, texts: list[Text], target_kv: PagedKV | None = None) -> None:
         """target_kv: where the runner reads the target's keys and values; the texts' are put there.
 
         Raises ValueError where the runner's page pool or seats are too few for the texts.
@@ -123,9 +122,9 @@ class Replay:
             self._append(active, in_context[active], at)
             in_context[active] = at
             context = DraftContext(newest, at, active)
-            lengths = np.full(len(active), length)
+            lengths = [length] * len(active)
             draft = self.runner.draft(context, lengths, self.page_table[active], greedy_choice)
-            pre = self.runner.estimate_logits(context)
+            pre = self.runner.estimate(context).logits
             tokens = draft.token_ids.view(len(active), length).cpu().numpy()
             labelled = np.array(
                 [min(length, len(self.texts[i].tokens) - 1 - a) for i, a in zip(active, at, strict=True)]
@@ -137,7 +136,7 @@ class Replay:
                 ]
             )
             accepted = (tokens == truth).cumprod(1).sum(1)
-            parts.append((pre.cpu().numpy(), draft.logits, accepted, labelled, previous[active].copy()))
+            parts.append((pre, draft.logits, accepted, labelled, previous[active].copy()))
             previous[active] = accepted
             anchors[active] = at + accepted + 1
             report(int(sum(len(p[2]) for p in parts)))
