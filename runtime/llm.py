@@ -125,13 +125,13 @@ class LLM:
         return Executor(backend, controller, ExecutorConfig(config.max_batch_size, config.max_num_tokens, config.seed))
 
     def _recalibration(self) -> Recalibration | None:
-        """A fresh one, or that of the file the settings name."""
+        """A fresh one, or that of the file the settings name. Raises ValueError where such a file would go unread."""
         config, own = self.config, self.calibration
-        if not (config.adapt and config.recalibrate):
+        off = not (config.adapt and config.recalibrate)
+        if off or own is None or self.backend.spec is None:
             if config.recalibration:
-                raise ValueError(f"recalibration = {config.recalibration!r} needs recalibrate and adapt, one is off")
-            return None
-        if own is None or self.backend.spec is None:
+                why = "it needs recalibrate and adapt on" if off else "the drafter has no calibration to follow"
+                raise ValueError(f"recalibration = {config.recalibration!r}: {why}")
             return None
         drafter = f"{self.drafter_name}: {own.source}"
         made = Recalibration(self.backend.spec.block, own.scale, own.bias, own.temperature, drafter)

@@ -114,6 +114,13 @@ def test_another_machines_latency_table_is_refused(capsys, table, tmp_path) -> N
     assert code == 2 and "does not exist; make it with" in err
 
 
+@pytest.mark.model
+def test_a_recalibration_file_that_would_go_unread_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--recalibration", "state.json", "--no-recalibrate", "--dtype", "float32", "--device", "cpu")
+    code, _, err = run(capsys, "generate", "hi", "--max-tokens", "4", "--policy", "full", *given)
+    assert code == 2 and "'state.json': it needs recalibrate and adapt on" in err
+
+
 def test_recalibration_is_an_option_of_the_engine() -> None:
     from trtllm_forespark.cli import ENGINE_FIELDS, build_parser
 

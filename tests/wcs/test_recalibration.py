@@ -203,7 +203,9 @@ def test_a_fresh_one_is_the_offline_calibration() -> None:
 def test_what_was_learnt_is_saved_and_goes_on_where_it_was(tmp_path: Path, directional: bool) -> None:
     world = World(0, directional)
     made, again = run(world, 0.5, batches=5), world.offline()
+    (tmp_path / "state.json").write_text("an older one")
     made.save(tmp_path / "state.json")
+    assert [file.name for file in tmp_path.iterdir()] == ["state.json"]
     again.load(tmp_path / "state.json")
     pre, post, lengths, _, _ = world.drafts(BATCH)
     for _ in range(2):
@@ -220,6 +222,7 @@ def test_a_file_that_does_not_fit_is_named_with_its_field(tmp_path: Path) -> Non
     state = json.loads(path.read_text())
     wrong = {
         "drafter is 'one', here it is 'two'": (Recalibration(K, np.ones(10), np.zeros(10), np.ones(K), "two"), state),
+        "offline is ": (Recalibration(K, np.ones(10), np.zeros(10), np.ones(K), "one"), state),
         "block is 4, here it is 2": (Recalibration(2, np.ones(3), np.zeros(3), np.ones(2), "one"), state),
         "outputs is 10, here it is 4": (World(0, directional=True).offline(), state),
         "post_draft.evidence": (made, {**state, "post_draft": {**state["post_draft"], "evidence": [1.0]}}),

@@ -23,7 +23,9 @@ the fit of all, and that to the offline one. Where labels stop, all go back to i
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -149,13 +151,14 @@ class Recalibration:
         self, block: int, scale: FloatArray, bias: FloatArray, temperature: FloatArray, drafter: str = ""
     ) -> None:
         """block: K. scale, bias: a, b, [outputs], K(K+1)/2 of them, or K of a directional drafter. temperature: [K]
-        (eq. 6). drafter: whose it is; a saved state of another one is refused."""
+        (eq. 6). drafter: whose it is; a saved state of another one, or of another calibration, is refused."""
         scale, bias, temperature = (np.asarray(x, np.float32) for x in (scale, bias, temperature))
         if scale.shape not in ((block,), (triangle_size(block),)) or bias.shape != scale.shape:
             raise ValueError(f"scale {scale.shape} and bias {bias.shape} must have K(K+1)/2 entries or K; K is {block}")
         if temperature.shape != (block,):
             raise ValueError(f"temperature has shape {temperature.shape}; a block of {block} needs ({block},)")
         self.block, self.outputs, self.drafter = block, len(scale), drafter
+        self.offline = hashlib.sha256(b"".join(x.tobytes() for x in (scale, bias, temperature))).hexdigest()[:16]
         self._positions = np.arange(block)
         self._directional = self.outputs == block
         # Entries as a table [G, K]: one row, of a directional drafter, or one a length, which ends on the diagonal.
@@ -269,11 +272,13 @@ class Recalibration:
         return {"position": self.position, "pre_draft": self.pre, "all": self.all, "post_draft": self.post}
 
     def _guard(self) -> dict[str, Any]:
-        return {"drafter": self.drafter, "block": self.block, "outputs": self.outputs}
+        return {"drafter": self.drafter, "block": self.block, "outputs": self.outputs, "offline": self.offline}
 
     def save(self, path: str | Path) -> None:
-        """Write what was learnt as JSON."""
-        Path(path).write_text(json.dumps(self.state()) + "\n", encoding="utf-8")
+        """Write what was learnt as JSON; an older file is replaced whole or not at all."""
+        aside = Path(path).with_name(Path(path).name + ".tmp")
+        aside.write_text(json.dumps(self.state()) + "\n", encoding="utf-8")
+        os.replace(aside, path)
 
     def state(self) -> dict[str, Any]:
         """What `save` writes: 100 KB at most for K = 16."""
