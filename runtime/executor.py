@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from trtllm_forespark.runtime.backends.base import Backend, DraftBatch, TargetBatch
-from trtllm_forespark.runtime.batch import BatchScheduler, StepWork, known_tokens, prefill_goal
+from trtllm_forespark.runtime.batch import BatchScheduler, Preempted, StepWork, known_tokens, prefill_goal
 from trtllm_forespark.runtime.kv_cache import KVCacheManager
 from trtllm_forespark.runtime.metrics import Metrics
 from trtllm_forespark.runtime.noise import Streams
@@ -67,7 +67,7 @@ class Executor:
                 f"{self.backend.num_pages * self.backend.page_size}; lower max_tokens or raise the cache size"
             )
         self.requests[request.id] = request
-        self.scheduler.waiting.append(request)
+        self.scheduler.add(request)
 
     def cancel(self, request_id: object) -> bool:
         """End a request now; False where it is not open."""
@@ -75,6 +75,14 @@ class Executor:
         if request is None:
             return False
         self._finish(request, "cancelled")
+        return True
+
+    def preempt(self, request_id: object) -> bool:
+        """Send a running request back to the queue, to go on later with the same text; False where it does not run."""
+        request = self.requests.get(request_id)
+        if request is None or request not in self.scheduler.seats:
+            return False
+        self._give_up(self.scheduler.preempt(request))
         return True
 
     @property
@@ -100,6 +108,8 @@ class Executor:
 
     def _run(self, work: StepWork) -> StepWork:
         started, before = time.perf_counter(), dict(self.metrics.seconds)
+        for preempted in work.preempted:
+            self._give_up(preempted)
         if not work:
             return work
         stage = self.metrics.stage
@@ -143,7 +153,8 @@ class Executor:
         """Stage 2: draft lengths and verification budget together (eq. 4)."""
         if estimate is None and self.controller.policy.needs_estimate:
             return self.controller.nothing(len(work.decoding))
-        limits = np.array([self._longest_draft(r) for r in work.decoding], np.int64)
+        longest = np.array([self._longest_draft(r) for r in work.decoding], np.int64)
+        limits = self.scheduler.draft_room(work.decoding, longest)
         spare = max(self.config.max_num_tokens - work.num_tokens, 0)
         if spare == 0:
             limits[:] = 0  # prompts fill the step: nothing could be verified
@@ -181,7 +192,6 @@ class Executor:
             positions.extend(range(first, first + 1 + b))
             cu.append(len(ids))
         for chunk in work.chunks:
-            self._reserve(chunk.request, chunk.start + chunk.count)
             ids += known_tokens(chunk.request)[chunk.start : chunk.start + chunk.count]
             positions.extend(range(chunk.start, chunk.start + chunk.count))
             cu.append(len(ids))
@@ -205,6 +215,7 @@ class Executor:
         n = len(work.decoding)
         budget = np.asarray(selection.verified_lengths).tolist()
         sampled = [*work.decoding, *(chunk.request for chunk in work.chunks if chunk.last)]
+        keys = [request.key for request in sampled]
         kept = [1 + a for a in accepted[:n]] + [chunk.count for chunk in work.chunks]
         if self.drafts:
             self.backend.commit(kept)
@@ -213,12 +224,13 @@ class Executor:
                 self.backend.clear(self.scheduler.cache.pages(request.id))
         for request, count in zip([*work.decoding, *(c.request for c in work.chunks)], kept, strict=True):
             request.num_computed_tokens += count
-            self.scheduler.cache.truncate(request.id, request.num_computed_tokens)  # pages only rejected drafts reached
+            if request.status is Status.DECODE:  # pages only rejected drafts reached go back; a prompt keeps its own
+                self.scheduler.cache.truncate(request.id, request.num_computed_tokens)
             if request.status is Status.PREFILL and request.num_computed_tokens == prefill_goal(request):
                 request.status = Status.DECODE
         emitted, counted = 0, []
         for i, request in enumerate(sampled):
-            if request.finished:  # a callback of this loop cancelled it
+            if request.finished or request.key != keys[i]:  # a callback of this loop cancelled or preempted it
                 if i < n:
                     counted.append(0)
                 continue
@@ -238,6 +250,17 @@ class Executor:
                 self._deliver(request, tokens)
         if n:
             self.metrics.count(drafted, budget, counted, emitted)
+
+    def check(self) -> None:
+        """Integrity between steps: every open request is in one queue, and nothing else is held for any. Raises
+        AssertionError."""
+        self.scheduler.check()
+        queued = [*self.scheduler.waiting, *self.scheduler.running]
+        if len(queued) != len(self.requests) or any(self.requests.get(r.id) is not r for r in queued):
+            raise AssertionError(f"{len(self.requests)} open requests, {len(queued)} queued or running")
+        lost = self.controller.known - {r.key for r in self.scheduler.running}
+        if lost:
+            raise AssertionError(f"the controller remembers requests that do not run: {sorted(map(repr, lost))}")
 
     # Small parts -------------------------------------------------------------------------------------------------
 
@@ -263,13 +286,21 @@ class Executor:
     def _finish(
         self, request: Request, reason: str, error: str | None = None, new_tokens: list[int] | None = None
     ) -> None:
-        request.finish(reason, error)  # type: ignore[arg-type]
         if request in self.scheduler.seats:
-            self.backend.release(self.scheduler.seats[request])
+            unproven = self.scheduler.unproven_pages(request)
+            self._give_up(Preempted(request.key, self.scheduler.seats[request], unproven))
+        request.finish(reason, error)  # type: ignore[arg-type]
         self.scheduler.release(request)
-        self.controller.forget(request.key)
         del self.requests[request.id]
         self._deliver(request, new_tokens or [])
+        request.callback = None
+
+    def _give_up(self, gone: Preempted) -> None:
+        """Nothing of a request that ended or was preempted stays with backend or controller."""
+        self.backend.release(gone.seat)
+        if gone.unproven:
+            self.backend.clear(gone.unproven)
+        self.controller.forget(gone.key)
 
     def _deliver(self, request: Request, tokens: list[int]) -> None:
         """Call a request's callback; one that raises ends its own request, never the step of the others."""

@@ -171,3 +171,14 @@ def test_the_end_of_the_context_and_of_the_drafters_positions(target: PackedTran
         plain = Request("long", list(range(3, 33)), SamplingParams(max_tokens=200, ignore_eos=True))
         assert run(executor, [request]) == run(make_executor(make_backend(target, kind), "ar"), [plain])
         assert request.finish_reason == "length" and len(request.output_ids) == 128 - 30
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "longspark"])
+def test_a_preempted_request_goes_on_with_the_same_text(target: PackedTransformer, expected, kind: str) -> None:
+    """docs/cases.md 18: its context is made anew from its prompt and its output, seat and pages may be others."""
+    executor = make_executor(make_backend(target, kind), "full")
+    with_good_drafts(executor, dict(enumerate(expected)))
+    requests = make_requests(4)
+    assert run(executor, requests, lambda step: step % 3 == 0 and executor.preempt(step // 3 % 4)) == expected
+    assert sum(r.generation for r in requests) >= 3
+    executor.check()

@@ -311,6 +311,11 @@ class WcsController:
             self._generation.pop(request, None)
             self._confidence.pop(request, None)
 
+    @property
+    def known(self) -> frozenset[Key]:
+        """Requests that something is remembered of."""
+        return frozenset((r, self._generation.get(r, -1)) for r in {*self._generation, *self._confidence})
+
     def before_draft(self, keys: Sequence[Key], estimate: Estimate | None, limits: Any, num_tokens: int) -> BeforeDraft:
         """Gather what a policy reads, with the mean of the others for a request nothing is known about (section 5)."""
         for request, generation in keys:
