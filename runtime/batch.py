@@ -64,13 +64,15 @@ def prefill_goal(request: Request) -> int:
 
 @dataclass
 class BatchScheduler:
-    """First come, first served, under three limits: requests, tokens a step, and pages.
+    """The highest priority first, within one first come, first served, under three limits: requests, tokens a step, and
+    pages.
 
     A request is admitted on what it needs now: the pages of its prompt (and of what it had written before it was
-    preempted), and a page to decode into for it and for each that runs and may still grow. It is never overtaken by a
-    later one that needs less. Where a page for a next token is missing, the last of the running gives up its seat and
-    its pages and goes back to its place in the queue; the first never does, so some request always ends. Drafts make
-    nobody give up anything: `draft_room` says how long they may be.
+    preempted), and a page to decode into for it and for each that runs and may still grow. It is never overtaken by
+    one of lower rank that needs less, and takes nothing from those that run already. Where a page for a next token is
+    missing, the last of the running gives up its seat and its pages and goes back to its place in the queue; the first
+    never does, so some request always ends. Drafts make nobody give up anything: `draft_room` says how long they may
+    be.
 
     max_num_tokens bounds N + B of a step. seats: free rows of the drafter's state, one for every running request.
     waiting and running are in order of `rank`.
@@ -100,9 +102,9 @@ class BatchScheduler:
         longest = request.num_tokens + request.tokens_left(self.max_seq_len)
         return self.cache.pages_for(longest)
 
-    def rank(self, request: Request) -> int:
-        """Who goes first: the lower number, by arrival."""
-        return self._arrivals[request]
+    def rank(self, request: Request) -> tuple[float, int]:
+        """Who goes first: the lowest of (-priority, arrival)."""
+        return (-request.priority, self._arrivals[request])
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
@@ -111,7 +113,7 @@ class BatchScheduler:
         insort(self.waiting, request, key=self.rank)
 
     def next_step(self, decode: bool = True) -> StepWork:
-        """Decoding requests always run; what is left of the token limit goes to prompts, oldest first.
+        """Decoding requests always run; what is left of the token limit goes to prompts, by rank.
 
         Every page that a step's N tokens need is reserved here.
         """

@@ -152,9 +152,13 @@ class LLM:
     # Generation -------------------------------------------------------------------------------------------------
 
     def request(
-        self, prompt: Prompt, params: SamplingParams, callback: Callable[[Request, list[int]], None] | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        callback: Callable[[Request, list[int]], None] | None = None,
+        **settings: Any,
     ) -> Request:
-        """A request for this model; prompt is text (tokenised as it is) or token ids."""
+        """A request for this model; prompt is text (tokenised as it is) or token ids, settings are `Request`'s."""
         text = prompt if isinstance(prompt, str) else None
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
         return Request(
@@ -164,6 +168,7 @@ class LLM:
             eos_ids=frozenset(self.tokenizer.eos_ids),
             callback=callback,
             prompt=text,
+            **settings,
         )
 
     def generate(
@@ -171,11 +176,14 @@ class LLM:
         inputs: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_tokens: Callable[[int, list[int]], None] | None = None,
+        priority: float | Sequence[float] = 0.5,
     ) -> RequestOutput | list[RequestOutput]:
         """Generate for one prompt (text or token ids) or a list of prompts, in one continuous batch.
 
-        sampling_params: one for all or one a prompt. on_tokens(index, new token ids) streams. Raises ValueError before
-        any work for a prompt that cannot run; a request that fails while running has finish_reason "error".
+        sampling_params: one for all or one a prompt. on_tokens(index, new token ids) streams.
+        priority: 0 to 1, one for all or one a prompt; the higher goes first, equals in their order. Raises
+        ValueError before any work for a prompt that cannot run; a request that fails while running has finish_reason
+        "error".
         """
         single = isinstance(inputs, str) or (len(inputs) > 0 and isinstance(inputs[0], int))
         prompts: list[Prompt] = [inputs] if single else list(inputs)  # type: ignore[list-item, arg-type]
@@ -185,12 +193,13 @@ class LLM:
             params = list(sampling_params)
             if len(params) != len(prompts):
                 raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one a prompt")
+        priorities = _one_each("priority", priority, len(prompts))
         requests = []
         for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             callback = None
             if on_tokens:
                 callback = lambda _, tokens, index=index: on_tokens(index, tokens)  # noqa: E731
-            request = self.request(prompt, own, callback)
+            request = self.request(prompt, own, callback, priority=priorities[index])
             request.check_fits(self.max_seq_len, self.backend.vocab_size)
             requests.append(request)
         try:
@@ -230,3 +239,12 @@ class LLM:
     @property
     def table_path(self) -> Path:
         return Path(self.config.latency_table) if self.config.latency_table else tables.cached_path(self.identity)
+
+
+def _one_each(name: str, given: Any, count: int) -> list[Any]:
+    """One setting for all of `count` prompts, or a list with one a prompt."""
+    if not isinstance(given, (list, tuple)):
+        return [given] * count
+    if len(given) != count:
+        raise ValueError(f"{name} = {given!r}: {len(given)} for {count} prompts; give one, or one a prompt")
+    return list(given)

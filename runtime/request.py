@@ -154,6 +154,7 @@ class Request:
     generation counts preemptions: a result that carries an older (id, generation) is late and discarded (case 18, 19).
     eos_ids: the model's own end tokens. num_computed_tokens: tokens whose keys and values are in the cache.
     callback(request, new token ids) is called after each step that emitted tokens.
+    priority: 0 to 1, TensorRT-LLM's; the higher goes first, equals in order of arrival.
     """
 
     id: Hashable
@@ -162,6 +163,7 @@ class Request:
     eos_ids: frozenset[int] = frozenset()
     callback: Callable[[Request, list[int]], None] | None = None
     prompt: str | None = None
+    priority: float = 0.5
 
     generation: int = 0
     status: Status = Status.WAITING
@@ -209,7 +211,14 @@ class Request:
         return max(left, 0)
 
     def check_fits(self, max_seq_len: int, vocab_size: int) -> None:
-        """Raise ValueError for a prompt that cannot run: empty, too long, or with ids outside the vocabulary."""
+        """Raise ValueError for a request that cannot run: a wrong priority, or a prompt that is empty, too long, or
+        has ids outside the vocabulary."""
+        real = isinstance(self.priority, (int, float)) and not isinstance(self.priority, bool)
+        if not real or not 0 <= self.priority <= 1:
+            raise ValueError(
+                f"request {self.id!r}: priority = {self.priority!r}: must be a number from 0 to 1; "
+                "give 0.5 for the usual one, more to go before it, less to go after it"
+            )
         if not self.prompt_ids:
             raise ValueError(f"request {self.id!r}: the prompt is empty; give at least one token")
         if len(self.prompt_ids) >= max_seq_len:
