@@ -5,137 +5,20 @@ Names and meaning follow TensorRT-LLM's LLM API (`SamplingParams`, `RequestOutpu
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
+
+from trtllm_forespark.runtime.sampling_params import GREEDY, SEEDED, UNSEEDED, SamplingParams
+
+__all__ = ["GREEDY", "SEEDED", "UNSEEDED", "CompletionOutput", "Request", "RequestOutput", "SamplingParams"]
+
+if TYPE_CHECKING:
+    from trtllm_forespark.runtime.history import TokenCounts
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-
-GREEDY, SEEDED, UNSEEDED = 0, 1, 2
-"""The three kinds of sampling; each is lossless in its own way (docs/lossless.md, rules 3, 4 and 7)."""
-
-# TensorRT-LLM parameters we know but do not serve yet: the values that mean "off", and what to do instead.
-_NOT_YET: dict[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), "submit the prompt once for each sample, with different seeds"),
-    "best_of": ((None, 1), "submit the prompt several times and choose"),
-    "use_beam_search": ((False,), "use sampling"),
-    "stop": ((None, [], ()), "give stop_token_ids, or cut the text yourself"),
-    "bad": ((None, [], ()), "leave it out"),
-    "bad_token_ids": ((None, [], ()), "leave it out"),
-    "min_p": ((None, 0.0), "use top_p or top_k"),
-    "repetition_penalty": ((None, 1.0), "leave it out"),
-    "presence_penalty": ((None, 0.0), "leave it out"),
-    "frequency_penalty": ((None, 0.0), "leave it out"),
-    "embedding_bias": ((None,), "leave it out"),
-    "logits_processor": ((None,), "leave it out"),
-    "logprobs": ((None, False), "leave it out"),
-    "prompt_logprobs": ((None, False), "leave it out"),
-    "guided_decoding": ((None,), "leave it out"),
-}
-
-
-def _refuse(name: str, value: object, rule: str, mend: str) -> ValueError:
-    return ValueError(f"SamplingParams.{name} = {value!r}: {rule}; {mend}")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How the tokens of one request are drawn and when they end; names and meaning as in TensorRT-LLM.
-
-    max_tokens: tokens to generate at most; None: up to the context limit.
-    min_tokens: end and stop tokens cannot be drawn before this many tokens are out.
-    temperature: 0 is greedy. None is greedy when top_k and top_p are unset too, else 1.
-    top_k: draw from the k most likely tokens (ties with the k-th stay in); None or 0 is off, 1 is greedy.
-    top_p: draw from the fewest most likely tokens that hold this much probability; None or 1 is off, 0 is greedy.
-    seed: 0 to 2**64 - 1. The same prompt, settings and seed give the same tokens whatever else is in the batch
-        (float32; docs/lossless.md, rule 7). None: a different draw each time.
-    end_id: the end-of-sequence token; None: the model's own. ignore_eos: go on past it.
-    stop_token_ids: further tokens that end the output. The token that ends it is kept, as its last one.
-
-    Raises ValueError naming the field, the value and how to mend it.
-    """
-
-    max_tokens: int | None = 32
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    end_id: int | None = None
-    stop_token_ids: Sequence[int] | None = None
-    ignore_eos: bool = False
-    min_tokens: int | None = None
-
-    n: int = 1
-    best_of: int | None = None
-    use_beam_search: bool = False
-    stop: Any = None
-    bad: Any = None
-    bad_token_ids: Any = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    embedding_bias: Any = None
-    logits_processor: Any = None
-    logprobs: Any = None
-    prompt_logprobs: Any = None
-    guided_decoding: Any = None
-
-    def __post_init__(self) -> None:
-        for name, (off, mend) in _NOT_YET.items():
-            value = getattr(self, name)
-            if not any(value is v or (type(value) in (int, float, list, tuple) and value == v) for v in off):
-                raise _refuse(name, value, "not supported yet", mend)
-        self._check_int("max_tokens", 1, "give a positive number, or None for the rest of the context")
-        self._check_int("min_tokens", 0, "give 0 or more")
-        self._check_int("top_k", 0, "give a positive number, or None to turn it off")
-        self._check_int("end_id", -1, "give a token id, or leave it out for the model's own")
-        self._check_int("seed", 0, "give a number from 0 to 2**64 - 1, or None for a fresh draw each time")
-        if self.seed is not None and self.seed >= 2**64:
-            raise _refuse("seed", self.seed, "must be below 2**64", "give a number from 0 to 2**64 - 1")
-        self._check_real("temperature", math.inf, "give 0 for greedy, 1 for the model's own distribution")
-        self._check_real("top_p", 1.0, "give a share from 0 to 1, or None to turn it off")
-        if self.stop_token_ids is not None:
-            ids = self.stop_token_ids
-            if not isinstance(ids, (list, tuple)) or not all(_is_int(t) and t >= 0 for t in ids):
-                raise _refuse("stop_token_ids", ids, "must be a list of token ids (integers >= 0)", "give such a list")
-        if not isinstance(self.ignore_eos, bool):
-            raise _refuse("ignore_eos", self.ignore_eos, "must be True or False", "give one of the two")
-        if self.max_tokens is not None and (self.min_tokens or 0) > self.max_tokens:
-            rule = f"must not exceed max_tokens = {self.max_tokens}"
-            raise _refuse("min_tokens", self.min_tokens, rule, "lower it or raise max_tokens")
-
-    def _check_int(self, name: str, least: int, mend: str) -> None:
-        value = getattr(self, name)
-        if value is not None and (not _is_int(value) or value < least):
-            raise _refuse(name, value, f"must be an integer >= {least}", mend)
-
-    def _check_real(self, name: str, most: float, mend: str) -> None:
-        value = getattr(self, name)
-        if value is None:
-            return
-        real = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not real or not math.isfinite(value) or not 0 <= value <= most:
-            upper = "" if most == math.inf else f" and <= {most:g}"
-            raise _refuse(name, value, f"must be a finite number >= 0{upper}", mend)
-
-    @cached_property
-    def greedy(self) -> bool:
-        """TensorRT-LLM's rule: nothing set, or temperature 0, top_k 1 or top_p 0."""
-        unset = self.temperature is None and self.top_p is None and not self.top_k
-        return unset or self.temperature == 0 or self.top_k == 1 or self.top_p == 0
-
-    @cached_property
-    def kind(self) -> int:
-        """GREEDY, SEEDED or UNSEEDED."""
-        return GREEDY if self.greedy else UNSEEDED if self.seed is None else SEEDED
 
 
 class Status(str, Enum):
@@ -153,6 +36,7 @@ class Request:
 
     generation counts preemptions: a result that carries an older (id, generation) is late and discarded (case 18, 19).
     eos_ids: the model's own end tokens. num_computed_tokens: tokens whose keys and values are in the cache.
+    token_counts: how often it said what, kept for requests with penalties alone.
     callback(request, new token ids) is called after each step that emitted tokens.
     """
 
@@ -169,6 +53,7 @@ class Request:
     num_computed_tokens: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
+    token_counts: TokenCounts | None = field(default=None, repr=False)
 
     steps: int = 0
     drafted: int = 0
@@ -217,7 +102,18 @@ class Request:
                 f"request {self.id!r}: a prompt of {len(self.prompt_ids)} tokens leaves no room in a context of "
                 f"{max_seq_len}; shorten it to at most {max_seq_len - 1} tokens or raise max_seq_len"
             )
-        named = (("prompt", self.prompt_ids), ("end_id or stop_token_ids", self.stop_ids))
+        named: list[tuple[str, Iterable[int]]] = [
+            ("prompt", self.prompt_ids),
+            ("end_id or stop_token_ids", self.stop_ids),
+        ]
+        if self.params.embedding_bias is not None:
+            biased, values = self.params.bias
+            named.append(("embedding_bias", () if biased is None else biased.tolist()))
+            if biased is None and len(values) != vocab_size:
+                raise ValueError(
+                    f"request {self.id!r}: embedding_bias has {len(values)} values for a vocabulary of {vocab_size}; "
+                    "give one for each token, or a mapping from token id to number"
+                )
         for where, ids in named:
             bad = next((t for t in ids if not 0 <= t < vocab_size), None)
             if bad is not None:

@@ -86,7 +86,19 @@ def test_accepted_drafts_behind_the_cut_do_not_count() -> None:
         ("n", True),
         ("stop", ["."]),
         ("logprobs", 3),
-        ("repetition_penalty", 1.2),
+        ("min_p", 1.5),
+        ("min_p", -0.1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", math.inf),
+        ("presence_penalty", math.nan),
+        ("presence_penalty", "much"),
+        ("frequency_penalty", True),
+        ("embedding_bias", "up"),
+        ("embedding_bias", {-1: 2.0}),
+        ("embedding_bias", {3: math.nan}),
+        ("embedding_bias", [0.0, math.inf]),
+        ("embedding_bias", [[0.0, 1.0]]),
         ("guided_decoding", {"json": "{}"}),
     ],
 )
@@ -132,8 +144,10 @@ def test_greedy_is_what_tensorrt_llm_takes_for_it(params: dict, greedy: bool) ->
         (Request(1, [50]), "token id 50 in prompt is outside the vocabulary of 50"),
         (Request(1, [-1]), "token id -1"),
         (request(end_id=50), "token id 50 in end_id or stop_token_ids"),
+        (request(embedding_bias={50: 1.0}), "token id 50 in embedding_bias"),
+        (request(embedding_bias=[0.0] * 49), "has 49 values for a vocabulary of 50"),
     ],
-    ids=["empty", "too long", "outside the vocabulary", "negative", "end_id"],
+    ids=["empty", "too long", "outside the vocabulary", "negative", "end_id", "bias", "bias of another size"],
 )
 def test_a_prompt_that_cannot_run_is_refused(asked: Request, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
