@@ -1,4 +1,4 @@
-"""Bias and penalties: the target's logits as its request wants them, before anything is verified.
+"""Bias, penalties and bad words: the target's logits as its request wants them, before anything is verified.
 
 Row j of a request sees the prompt, the output and the drafts x_1 … x_(j-1), each counted once and in order
 (docs/cases.md 28): p_j is what autoregressive decoding would draw from after these tokens (docs/lossless.md, rule 3).
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trtllm_forespark.runtime.bad_words import bar_words
 from trtllm_forespark.runtime.history import StepRows, TokenCounts
 from trtllm_forespark.runtime.request import Request
 from trtllm_forespark.wcs.stages import Draft
@@ -20,14 +21,15 @@ from trtllm_forespark.wcs.stages import Draft
 
 @torch.inference_mode()
 def shape_logits(logits: Tensor, requests: Sequence[Request], lengths: Sequence[int], draft: Draft) -> Tensor:
-    """The step's logits [sum(b_i + 1), V] after bias and penalties, in this order.
+    """The step's logits [sum(b_i + 1), V] after bias, penalties and bad words, in this order.
 
     lengths: [n] b_i on the host. Without such a request the very tensor given; else it is written to where it is
     float32, and copied to float32 where it is not.
     """
     biased = [i for i, r in enumerate(requests) if r.params.embedding_bias is not None]
     penalised = [i for i, r in enumerate(requests) if r.params.penalises]
-    if not biased and not penalised:
+    worded = [i for i, r in enumerate(requests) if r.all_bad_words]
+    if not biased and not penalised and not worded:
         return logits
     logits = logits.float()
     if biased:
@@ -35,6 +37,9 @@ def shape_logits(logits: Tensor, requests: Sequence[Request], lengths: Sequence[
     if penalised:
         rows = StepRows.of(penalised, lengths, draft, logits.device)
         _penalise(logits, [requests[i] for i in penalised], rows)
+    if worded:
+        rows = StepRows.of(worded, lengths, draft, logits.device)
+        bar_words(logits, [requests[i] for i in worded], rows)
     return logits
 
 

@@ -17,6 +17,7 @@ __all__ = ["GREEDY", "SEEDED", "UNSEEDED", "CompletionOutput", "Request", "Reque
 
 if TYPE_CHECKING:
     from trtllm_forespark.runtime.history import TokenCounts
+    from trtllm_forespark.runtime.stops import StopMatch, StopStrings
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -36,6 +37,8 @@ class Request:
 
     generation counts preemptions: a result that carries an older (id, generation) is late and discarded (case 18, 19).
     eos_ids: the model's own end tokens. num_computed_tokens: tokens whose keys and values are in the cache.
+    bad_words: the strings of params.bad as token ids. stops: what watches for the strings of params.stop; stopped_by:
+    the one that ended the output. (`LLM.request` makes both: they need a tokenizer.)
     token_counts: how often it said what, kept for requests with penalties alone.
     callback(request, new token ids) is called after each step that emitted tokens.
     """
@@ -46,6 +49,8 @@ class Request:
     eos_ids: frozenset[int] = frozenset()
     callback: Callable[[Request, list[int]], None] | None = None
     prompt: str | None = None
+    bad_words: Sequence[Sequence[int]] = ()
+    stops: StopStrings | None = None
 
     generation: int = 0
     status: Status = Status.WAITING
@@ -54,6 +59,7 @@ class Request:
     finish_reason: FinishReason | None = None
     error: str | None = None
     token_counts: TokenCounts | None = field(default=None, repr=False)
+    stopped_by: StopMatch | None = None
 
     steps: int = 0
     drafted: int = 0
@@ -81,6 +87,11 @@ class Request:
         end = self.eos_ids if p.end_id is None else {p.end_id} - {-1}
         return frozenset(() if p.ignore_eos else end) | frozenset(p.stop_token_ids or ())
 
+    @cached_property
+    def all_bad_words(self) -> list[Sequence[int]]:
+        """bad_words and, one token each, bad_token_ids."""
+        return [*self.bad_words, *([t] for t in self.params.bad_token_ids or ())]
+
     @property
     def barred_ids(self) -> frozenset[int]:
         """Tokens that may not be drawn while fewer than min_tokens are out."""
@@ -94,7 +105,14 @@ class Request:
         return max(left, 0)
 
     def check_fits(self, max_seq_len: int, vocab_size: int) -> None:
-        """Raise ValueError for a prompt that cannot run: empty, too long, or with ids outside the vocabulary."""
+        """Raise ValueError for a request that cannot run: an empty or too long prompt, ids outside the vocabulary,
+        strings that nobody turned into tokens."""
+        for name, given, made in (
+            ("stop", self.params.stop_strings, self.stops is not None),
+            ("bad", self.params.bad_strings, len(self.bad_words) == len(self.params.bad_strings)),
+        ):
+            if given and not made:
+                raise ValueError(f"request {self.id!r}: {name} = {given!r} needs a tokenizer; make it with LLM.request")
         if not self.prompt_ids:
             raise ValueError(f"request {self.id!r}: the prompt is empty; give at least one token")
         if len(self.prompt_ids) >= max_seq_len:
@@ -105,6 +123,7 @@ class Request:
         named: list[tuple[str, Iterable[int]]] = [
             ("prompt", self.prompt_ids),
             ("end_id or stop_token_ids", self.stop_ids),
+            ("bad or bad_token_ids", [t for word in self.all_bad_words for t in word]),
         ]
         if self.params.embedding_bias is not None:
             biased, values = self.params.bias
@@ -146,8 +165,18 @@ def cut(emitted: Sequence[int], request: Request, max_seq_len: int) -> tuple[lis
     """Keep of one step's emitted tokens what autoregressive decoding would have emitted (rule 5; case 10, 11, 14, 35).
 
     Returns (kept tokens, why the output ends there or None). The ending token itself is kept. "stop" goes before
-    "length" where one token is both. max_seq_len bounds prompt and output together.
+    "length" where one token is both. max_seq_len bounds prompt and output together. Notes the stop string in
+    ``request.stopped_by`` where one ends the output.
     """
+    kept, reason = _cut_tokens(emitted, request, max_seq_len)
+    if request.stops is not None and kept:
+        request.stopped_by = request.stops.find(request.output_ids, kept)
+        if request.stopped_by is not None:
+            return kept[: request.stopped_by.count], "stop"
+    return kept, reason
+
+
+def _cut_tokens(emitted: Sequence[int], request: Request, max_seq_len: int) -> tuple[list[int], FinishReason | None]:
     left = request.tokens_left(max_seq_len)
     out = len(request.output_ids)
     least = request.params.min_tokens or 0
@@ -168,7 +197,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
 
     @property
     def length(self) -> int:
@@ -201,9 +230,11 @@ class RequestOutput:
 
     @classmethod
     def of(cls, request: Request, text: str = "") -> RequestOutput:
-        """A snapshot of the request; text is its decoded output."""
+        """A snapshot of the request; text is its decoded output, cut here at a stop string."""
         ended_by = request.output_ids[-1] if request.output_ids and request.finish_reason == "stop" else None
-        stop_reason = ended_by if ended_by in (request.params.stop_token_ids or ()) else None
+        stop_reason: int | str | None = ended_by if ended_by in (request.params.stop_token_ids or ()) else None
+        if request.stopped_by is not None:
+            stop_reason, text = request.stopped_by.stop, request.stopped_by.text
         output = CompletionOutput(0, text, list(request.output_ids), request.finish_reason, stop_reason)
         return cls(
             request_id=request.id,

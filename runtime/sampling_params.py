@@ -22,9 +22,6 @@ _NOT_YET: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "submit the prompt once for each sample, with different seeds"),
     "best_of": ((None, 1), "submit the prompt several times and choose"),
     "use_beam_search": ((False,), "use sampling"),
-    "stop": ((None, [], ()), "give stop_token_ids, or cut the text yourself"),
-    "bad": ((None, [], ()), "leave it out"),
-    "bad_token_ids": ((None, [], ()), "leave it out"),
     "logits_processor": ((None,), "leave it out"),
     "logprobs": ((None, False), "leave it out"),
     "prompt_logprobs": ((None, False), "leave it out"),
@@ -67,6 +64,11 @@ class SamplingParams:
         (float32; docs/lossless.md, rule 7). None: a different draw each time.
     end_id: the end-of-sequence token; None: the model's own. ignore_eos: go on past it.
     stop_token_ids: further tokens that end the output. The token that ends it is kept, as its last one.
+    stop: a string or several. The output ends with the token with which its text first contains one; the text is cut
+        before it (after it with include_stop_str_in_output). The tokens of the stop string stay and count.
+    bad: a string or several that are not to be said, each as the tokens it is encoded to (another spelling, as with a
+        space before, is another word): the last one is barred where the others stand before it, in the prompt or the
+        output. bad_token_ids: tokens that are never drawn.
 
     Raises ValueError naming the field, the value and how to mend it.
     """
@@ -83,15 +85,16 @@ class SamplingParams:
     seed: int | None = None
     end_id: int | None = None
     stop_token_ids: Sequence[int] | None = None
+    stop: str | Sequence[str] | None = None
+    include_stop_str_in_output: bool = False
+    bad: str | Sequence[str] | None = None
+    bad_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     min_tokens: int | None = None
 
     n: int = 1
     best_of: int | None = None
     use_beam_search: bool = False
-    stop: Any = None
-    bad: Any = None
-    bad_token_ids: Any = None
     logits_processor: Any = None
     logprobs: Any = None
     prompt_logprobs: Any = None
@@ -117,12 +120,20 @@ class SamplingParams:
         self._check_real("frequency_penalty", "give 0 for none, more to discourage repetition", least=-math.inf)
         if self.embedding_bias is not None:
             _ = self.bias
-        if self.stop_token_ids is not None:
-            ids = self.stop_token_ids
-            if not isinstance(ids, (list, tuple)) or not all(_is_int(t) and t >= 0 for t in ids):
-                raise _refuse("stop_token_ids", ids, "must be a list of token ids (integers >= 0)", "give such a list")
-        if not isinstance(self.ignore_eos, bool):
-            raise _refuse("ignore_eos", self.ignore_eos, "must be True or False", "give one of the two")
+        for name in ("stop_token_ids", "bad_token_ids"):
+            ids = getattr(self, name)
+            if ids is not None and not (isinstance(ids, (list, tuple)) and all(_is_int(t) and t >= 0 for t in ids)):
+                raise _refuse(name, ids, "must be a list of token ids (integers >= 0)", "give such a list")
+        for name in ("stop", "bad"):
+            given = getattr(self, name)
+            strings = [given] if isinstance(given, str) else given
+            if given is not None and not (
+                isinstance(strings, (list, tuple)) and all(isinstance(s, str) and s for s in strings)
+            ):
+                raise _refuse(name, given, "must be a string or a list of strings, none empty", "leave out empty ones")
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise _refuse(name, getattr(self, name), "must be True or False", "give one of the two")
         if self.max_tokens is not None and (self.min_tokens or 0) > self.max_tokens:
             rule = f"must not exceed max_tokens = {self.max_tokens}"
             raise _refuse("min_tokens", self.min_tokens, rule, "lower it or raise max_tokens")
@@ -164,6 +175,14 @@ class SamplingParams:
                 "each token id; give a tensor of the vocabulary's size or a mapping from token id to number"
             )
         return ids, values
+
+    @cached_property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @cached_property
+    def bad_strings(self) -> list[str]:
+        return [self.bad] if isinstance(self.bad, str) else list(self.bad or ())
 
     @cached_property
     def penalises(self) -> bool:

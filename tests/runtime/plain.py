@@ -27,6 +27,9 @@ def row(text: list[int], params: dict) -> np.ndarray:
             r = params.get("repetition_penalty", 1.0)
             x[token] = x[token] * r if x[token] < 0 else x[token] / r
             x[token] -= params.get("presence_penalty", 0.0) + count * params.get("frequency_penalty", 0.0)
+    for word in params.get("words", []):
+        if text[len(text) - len(word) + 1 :] == word[:-1]:
+            x[word[-1]] = -np.inf
     return x
 
 
