@@ -18,6 +18,7 @@ from trtllm_forespark.runtime.batch import BatchScheduler, Preempted, StepWork, 
 from trtllm_forespark.runtime.kv_cache import KVCacheManager
 from trtllm_forespark.runtime.metrics import Metrics
 from trtllm_forespark.runtime.noise import Streams
+from trtllm_forespark.runtime.penalties import shape_logits
 from trtllm_forespark.runtime.request import Request, Status, cut
 from trtllm_forespark.runtime.sampling import Proposing, SamplingRows
 from trtllm_forespark.runtime.verify import Verified, verify
@@ -205,6 +206,7 @@ class Executor:
         extra = len(sampled) - len(work.decoding)
         all_verified = torch.tensor(verified + [0] * extra, dtype=torch.int64)
         padded = replace(draft, cu_lengths=torch.cat([draft.cu_lengths, draft.cu_lengths[-1:].expand(extra)]))
+        logits = shape_logits(logits, sampled, verified + [0] * extra, padded)
         rows = SamplingRows.of(sampled, self.backend.device)
         return verify(padded, all_verified, logits, rows, self.streams.verify)
 

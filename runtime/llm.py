@@ -18,6 +18,7 @@ from trtllm_forespark.runtime.backends.torch_backend import TorchBackend
 from trtllm_forespark.runtime.executor import Executor, ExecutorConfig
 from trtllm_forespark.runtime.machine import choose_device, choose_dtype, prepare_allocator
 from trtllm_forespark.runtime.request import Request, RequestOutput, SamplingParams
+from trtllm_forespark.runtime.stops import StopStrings
 from trtllm_forespark.wcs.controller import WcsController
 from trtllm_forespark.wcs.latency import LatencyTable
 from trtllm_forespark.wcs.policies import make_policy
@@ -168,7 +169,19 @@ class LLM:
             eos_ids=frozenset(self.tokenizer.eos_ids),
             callback=callback,
             prompt=text,
+            bad_words=[self.tokenizer.encode(word, add_special_tokens=False) for word in params.bad_strings],
+            stops=self._stops(params),
             **settings,
+        )
+
+    def _stops(self, params: SamplingParams) -> StopStrings | None:
+        if not params.stop_strings:
+            return None
+        return StopStrings(
+            params.stop_strings,
+            self.tokenizer.decode,
+            include=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens or 0,
         )
 
     def generate(

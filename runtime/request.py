@@ -5,137 +5,21 @@ Names and meaning follow TensorRT-LLM's LLM API (`SamplingParams`, `RequestOutpu
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
+
+from trtllm_forespark.runtime.sampling_params import GREEDY, SEEDED, UNSEEDED, SamplingParams
+
+__all__ = ["GREEDY", "SEEDED", "UNSEEDED", "CompletionOutput", "Request", "RequestOutput", "SamplingParams"]
+
+if TYPE_CHECKING:
+    from trtllm_forespark.runtime.history import TokenCounts
+    from trtllm_forespark.runtime.stops import StopMatch, StopStrings
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-
-GREEDY, SEEDED, UNSEEDED = 0, 1, 2
-"""The three kinds of sampling; each is lossless in its own way (docs/lossless.md, rules 3, 4 and 7)."""
-
-# TensorRT-LLM parameters we know but do not serve yet: the values that mean "off", and what to do instead.
-_NOT_YET: dict[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), "submit the prompt once for each sample, with different seeds"),
-    "best_of": ((None, 1), "submit the prompt several times and choose"),
-    "use_beam_search": ((False,), "use sampling"),
-    "stop": ((None, [], ()), "give stop_token_ids, or cut the text yourself"),
-    "bad": ((None, [], ()), "leave it out"),
-    "bad_token_ids": ((None, [], ()), "leave it out"),
-    "min_p": ((None, 0.0), "use top_p or top_k"),
-    "repetition_penalty": ((None, 1.0), "leave it out"),
-    "presence_penalty": ((None, 0.0), "leave it out"),
-    "frequency_penalty": ((None, 0.0), "leave it out"),
-    "embedding_bias": ((None,), "leave it out"),
-    "logits_processor": ((None,), "leave it out"),
-    "logprobs": ((None, False), "leave it out"),
-    "prompt_logprobs": ((None, False), "leave it out"),
-    "guided_decoding": ((None,), "leave it out"),
-}
-
-
-def _refuse(name: str, value: object, rule: str, mend: str) -> ValueError:
-    return ValueError(f"SamplingParams.{name} = {value!r}: {rule}; {mend}")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How the tokens of one request are drawn and when they end; names and meaning as in TensorRT-LLM.
-
-    max_tokens: tokens to generate at most; None: up to the context limit.
-    min_tokens: end and stop tokens cannot be drawn before this many tokens are out.
-    temperature: 0 is greedy. None is greedy when top_k and top_p are unset too, else 1.
-    top_k: draw from the k most likely tokens (ties with the k-th stay in); None or 0 is off, 1 is greedy.
-    top_p: draw from the fewest most likely tokens that hold this much probability; None or 1 is off, 0 is greedy.
-    seed: 0 to 2**64 - 1. The same prompt, settings and seed give the same tokens whatever else is in the batch
-        (float32; docs/lossless.md, rule 7). None: a different draw each time.
-    end_id: the end-of-sequence token; None: the model's own. ignore_eos: go on past it.
-    stop_token_ids: further tokens that end the output. The token that ends it is kept, as its last one.
-
-    Raises ValueError naming the field, the value and how to mend it.
-    """
-
-    max_tokens: int | None = 32
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    end_id: int | None = None
-    stop_token_ids: Sequence[int] | None = None
-    ignore_eos: bool = False
-    min_tokens: int | None = None
-
-    n: int = 1
-    best_of: int | None = None
-    use_beam_search: bool = False
-    stop: Any = None
-    bad: Any = None
-    bad_token_ids: Any = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    embedding_bias: Any = None
-    logits_processor: Any = None
-    logprobs: Any = None
-    prompt_logprobs: Any = None
-    guided_decoding: Any = None
-
-    def __post_init__(self) -> None:
-        for name, (off, mend) in _NOT_YET.items():
-            value = getattr(self, name)
-            if not any(value is v or (type(value) in (int, float, list, tuple) and value == v) for v in off):
-                raise _refuse(name, value, "not supported yet", mend)
-        self._check_int("max_tokens", 1, "give a positive number, or None for the rest of the context")
-        self._check_int("min_tokens", 0, "give 0 or more")
-        self._check_int("top_k", 0, "give a positive number, or None to turn it off")
-        self._check_int("end_id", -1, "give a token id, or leave it out for the model's own")
-        self._check_int("seed", 0, "give a number from 0 to 2**64 - 1, or None for a fresh draw each time")
-        if self.seed is not None and self.seed >= 2**64:
-            raise _refuse("seed", self.seed, "must be below 2**64", "give a number from 0 to 2**64 - 1")
-        self._check_real("temperature", math.inf, "give 0 for greedy, 1 for the model's own distribution")
-        self._check_real("top_p", 1.0, "give a share from 0 to 1, or None to turn it off")
-        if self.stop_token_ids is not None:
-            ids = self.stop_token_ids
-            if not isinstance(ids, (list, tuple)) or not all(_is_int(t) and t >= 0 for t in ids):
-                raise _refuse("stop_token_ids", ids, "must be a list of token ids (integers >= 0)", "give such a list")
-        if not isinstance(self.ignore_eos, bool):
-            raise _refuse("ignore_eos", self.ignore_eos, "must be True or False", "give one of the two")
-        if self.max_tokens is not None and (self.min_tokens or 0) > self.max_tokens:
-            rule = f"must not exceed max_tokens = {self.max_tokens}"
-            raise _refuse("min_tokens", self.min_tokens, rule, "lower it or raise max_tokens")
-
-    def _check_int(self, name: str, least: int, mend: str) -> None:
-        value = getattr(self, name)
-        if value is not None and (not _is_int(value) or value < least):
-            raise _refuse(name, value, f"must be an integer >= {least}", mend)
-
-    def _check_real(self, name: str, most: float, mend: str) -> None:
-        value = getattr(self, name)
-        if value is None:
-            return
-        real = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not real or not math.isfinite(value) or not 0 <= value <= most:
-            upper = "" if most == math.inf else f" and <= {most:g}"
-            raise _refuse(name, value, f"must be a finite number >= 0{upper}", mend)
-
-    @cached_property
-    def greedy(self) -> bool:
-        """TensorRT-LLM's rule: nothing set, or temperature 0, top_k 1 or top_p 0."""
-        unset = self.temperature is None and self.top_p is None and not self.top_k
-        return unset or self.temperature == 0 or self.top_k == 1 or self.top_p == 0
-
-    @cached_property
-    def kind(self) -> int:
-        """GREEDY, SEEDED or UNSEEDED."""
-        return GREEDY if self.greedy else UNSEEDED if self.seed is None else SEEDED
 
 
 class Status(str, Enum):
@@ -153,6 +37,9 @@ class Request:
 
     generation counts preemptions: a result that carries an older (id, generation) is late and discarded (case 18, 19).
     eos_ids: the model's own end tokens. num_computed_tokens: tokens whose keys and values are in the cache.
+    bad_words: the strings of params.bad as token ids. stops: what watches for the strings of params.stop; stopped_by:
+    the one that ended the output. (`LLM.request` makes both: they need a tokenizer.)
+    token_counts: how often it said what, kept for requests with penalties alone.
     callback(request, new token ids) is called after each step that emitted tokens.
     priority: 0 to 1, TensorRT-LLM's; the higher goes first, equals in order of arrival.
     """
@@ -164,6 +51,8 @@ class Request:
     callback: Callable[[Request, list[int]], None] | None = None
     prompt: str | None = None
     priority: float = 0.5
+    bad_words: Sequence[Sequence[int]] = ()
+    stops: StopStrings | None = None
 
     generation: int = 0
     status: Status = Status.WAITING
@@ -171,6 +60,8 @@ class Request:
     num_computed_tokens: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
+    token_counts: TokenCounts | None = field(default=None, repr=False)
+    stopped_by: StopMatch | None = None
 
     steps: int = 0
     drafted: int = 0
@@ -198,6 +89,11 @@ class Request:
         end = self.eos_ids if p.end_id is None else {p.end_id} - {-1}
         return frozenset(() if p.ignore_eos else end) | frozenset(p.stop_token_ids or ())
 
+    @cached_property
+    def all_bad_words(self) -> list[Sequence[int]]:
+        """bad_words and, one token each, bad_token_ids."""
+        return [*self.bad_words, *([t] for t in self.params.bad_token_ids or ())]
+
     @property
     def barred_ids(self) -> frozenset[int]:
         """Tokens that may not be drawn while fewer than min_tokens are out."""
@@ -211,14 +107,20 @@ class Request:
         return max(left, 0)
 
     def check_fits(self, max_seq_len: int, vocab_size: int) -> None:
-        """Raise ValueError for a request that cannot run: a wrong priority, or a prompt that is empty, too long, or
-        has ids outside the vocabulary."""
+        """Raise ValueError for a request that cannot run: a wrong priority, an empty or too long prompt, ids
+        outside the vocabulary, strings that nobody turned into tokens."""
         real = isinstance(self.priority, (int, float)) and not isinstance(self.priority, bool)
         if not real or not 0 <= self.priority <= 1:
             raise ValueError(
                 f"request {self.id!r}: priority = {self.priority!r}: must be a number from 0 to 1; "
                 "give 0.5 for the usual one, more to go before it, less to go after it"
             )
+        for name, given, made in (
+            ("stop", self.params.stop_strings, self.stops is not None),
+            ("bad", self.params.bad_strings, len(self.bad_words) == len(self.params.bad_strings)),
+        ):
+            if given and not made:
+                raise ValueError(f"request {self.id!r}: {name} = {given!r} needs a tokenizer; make it with LLM.request")
         if not self.prompt_ids:
             raise ValueError(f"request {self.id!r}: the prompt is empty; give at least one token")
         if len(self.prompt_ids) >= max_seq_len:
@@ -226,7 +128,19 @@ class Request:
                 f"request {self.id!r}: a prompt of {len(self.prompt_ids)} tokens leaves no room in a context of "
                 f"{max_seq_len}; shorten it to at most {max_seq_len - 1} tokens or raise max_seq_len"
             )
-        named = (("prompt", self.prompt_ids), ("end_id or stop_token_ids", self.stop_ids))
+        named: list[tuple[str, Iterable[int]]] = [
+            ("prompt", self.prompt_ids),
+            ("end_id or stop_token_ids", self.stop_ids),
+            ("bad or bad_token_ids", [t for word in self.all_bad_words for t in word]),
+        ]
+        if self.params.embedding_bias is not None:
+            biased, values = self.params.bias
+            named.append(("embedding_bias", () if biased is None else biased.tolist()))
+            if biased is None and len(values) != vocab_size:
+                raise ValueError(
+                    f"request {self.id!r}: embedding_bias has {len(values)} values for a vocabulary of {vocab_size}; "
+                    "give one for each token, or a mapping from token id to number"
+                )
         for where, ids in named:
             bad = next((t for t in ids if not 0 <= t < vocab_size), None)
             if bad is not None:
@@ -259,8 +173,18 @@ def cut(emitted: Sequence[int], request: Request, max_seq_len: int) -> tuple[lis
     """Keep of one step's emitted tokens what autoregressive decoding would have emitted (rule 5; case 10, 11, 14, 35).
 
     Returns (kept tokens, why the output ends there or None). The ending token itself is kept. "stop" goes before
-    "length" where one token is both. max_seq_len bounds prompt and output together.
+    "length" where one token is both. max_seq_len bounds prompt and output together. Notes the stop string in
+    ``request.stopped_by`` where one ends the output.
     """
+    kept, reason = _cut_tokens(emitted, request, max_seq_len)
+    if request.stops is not None and kept:
+        request.stopped_by = request.stops.find(request.output_ids, kept)
+        if request.stopped_by is not None:
+            return kept[: request.stopped_by.count], "stop"
+    return kept, reason
+
+
+def _cut_tokens(emitted: Sequence[int], request: Request, max_seq_len: int) -> tuple[list[int], FinishReason | None]:
     left = request.tokens_left(max_seq_len)
     out = len(request.output_ids)
     least = request.params.min_tokens or 0
@@ -281,7 +205,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
 
     @property
     def length(self) -> int:
@@ -314,9 +238,11 @@ class RequestOutput:
 
     @classmethod
     def of(cls, request: Request, text: str = "") -> RequestOutput:
-        """A snapshot of the request; text is its decoded output."""
+        """A snapshot of the request; text is its decoded output, cut here at a stop string."""
         ended_by = request.output_ids[-1] if request.output_ids and request.finish_reason == "stop" else None
-        stop_reason = ended_by if ended_by in (request.params.stop_token_ids or ()) else None
+        stop_reason: int | str | None = ended_by if ended_by in (request.params.stop_token_ids or ()) else None
+        if request.stopped_by is not None:
+            stop_reason, text = request.stopped_by.stop, request.stopped_by.text
         output = CompletionOutput(0, text, list(request.output_ids), request.finish_reason, stop_reason)
         return cls(
             request_id=request.id,

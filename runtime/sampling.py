@@ -19,11 +19,11 @@ _TOP_P_LADDER = (64, 512, 4096)
 class SamplingRows:
     """What each of m rows of logits is sampled with, packed; made by `of`, cheap to shift and to select from.
 
-    reals: [m, 2] float32, (temperature, top_p). ints: [m, 5] int64, (kind, top_k, seed, position, min_tokens), where
-    position is the index in the request's output of the token this row decides, and top_k 0 is off.
+    reals: [m, 3] float32, (temperature, top_p, min_p). ints: [m, 5] int64, (kind, top_k, seed, position, min_tokens),
+    where position is the index in the request's output of the token this row decides, and top_k 0 is off.
     barred: [m, E] token ids that cannot be drawn while position < min_tokens (a row's list is padded by repetition),
-    or None. kinds, top_k_most, has_top_p: what may occur in these rows, known on the host, so that a path nobody
-    needs costs nothing and reads nothing back from the device.
+    or None. kinds, top_k_most, has_top_p, has_min_p: what may occur in these rows, known on the host, so that a path
+    nobody needs costs nothing and reads nothing back from the device.
     """
 
     reals: Tensor
@@ -32,6 +32,7 @@ class SamplingRows:
     kinds: frozenset[int]
     top_k_most: int
     has_top_p: bool
+    has_min_p: bool
 
     @classmethod
     def of(cls, requests: Sequence[Request], device: torch.device | str = "cpu") -> SamplingRows:
@@ -42,7 +43,9 @@ class SamplingRows:
             kinds.add(kind)
             sampled = kind != GREEDY
             temperature = p.temperature if sampled and p.temperature is not None else 1.0
-            reals.append((temperature, p.top_p if sampled and p.top_p is not None else 1.0))
+            reals.append(
+                (temperature, p.top_p if sampled and p.top_p is not None else 1.0, (p.min_p or 0.0) if sampled else 0.0)
+            )
             seed = p.seed or 0
             seed -= (seed >> 63) << 64  # the int64 with the same bits
             out, least = len(r.output_ids), p.min_tokens or 0
@@ -53,12 +56,13 @@ class SamplingRows:
         # A row without barred ids lists token 0; its min_tokens must not bar it.
         ints = [i if ids else (*i[:4], 0) for i, ids in zip(ints, barred, strict=True)]
         return cls(
-            reals=torch.tensor(reals, dtype=torch.float32).reshape(-1, 2).to(device),
+            reals=torch.tensor(reals, dtype=torch.float32).reshape(-1, 3).to(device),
             ints=torch.tensor(ints, dtype=torch.int64).reshape(-1, 5).to(device),
             barred=torch.tensor(padded, dtype=torch.int64).to(device) if widest else None,
             kinds=frozenset(kinds),
             top_k_most=max((i[1] for i in ints), default=0),
-            has_top_p=any(p < 1 for _, p in reals),
+            has_top_p=any(p < 1 for _, p, _ in reals),
+            has_min_p=any(p > 0 for *_, p in reals),
         )
 
     def __len__(self) -> int:
@@ -71,6 +75,10 @@ class SamplingRows:
     @property
     def top_p(self) -> Tensor:
         return self.reals[:, 1]
+
+    @property
+    def min_p(self) -> Tensor:
+        return self.reals[:, 2]
 
     @property
     def kind(self) -> Tensor:
@@ -128,7 +136,7 @@ def bar(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def target_logits(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-    """Logits after min_tokens, temperature, top-k and top-p, in TensorRT-LLM's order.
+    """Logits after min_tokens, temperature, top-k, top-p and min-p, in this order.
 
     logits: [m, V], any float type. Returns (float32 [m, V], the largest of a row 0, -inf where p = 0; bad [m] bool,
     rows with a NaN or without a finite largest logit, whose values mean nothing).
@@ -140,11 +148,13 @@ def target_logits(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         x = _keep_top_k(x, rows.top_k, rows.top_k_most)
     if rows.has_top_p:
         x = _keep_top_p(x, rows.top_p)
+    if rows.has_min_p:
+        x = x.masked_fill_(x < rows.min_p.log()[:, None], -torch.inf)  # the likeliest token's x is 0
     return x, ~top[:, 0].isfinite()
 
 
 def target_probs(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """p [m, V] float32: the target's distribution after temperature, top-k and top-p; greedy rows are one-hot."""
+    """p [m, V] float32: the target's distribution after all that is asked for; greedy rows are one-hot."""
     p = target_logits(logits, rows)[0].softmax(-1)
     if GREEDY in rows.kinds:
         best = torch.zeros_like(p).scatter_(1, bar(logits, rows).argmax(-1, keepdim=True), 1.0)
@@ -200,9 +210,9 @@ def propose(scores: Tensor, candidates: Tensor, rows: SamplingRows, generator: t
 
     scores: [n, C] the drafter's logits for one position, -inf for a padded candidate. candidates: [n, C] token ids in
     the target's vocabulary. rows: [n], shifted to the position being drafted. generator: the draft stream.
-    q is the softmax after temperature, top-k and top-p over the candidates, one-hot for greedy rows. Seeded rows take
-    argmax(log q + gumbel) with the noise the target will use. A row with a NaN, or with no finite score, is bad: its
-    choice is 0, its q is all zero, and the draft must end before it (docs/cases.md 21).
+    q is the softmax after temperature, top-k, top-p and min-p over the candidates, one-hot for greedy rows. Seeded
+    rows take argmax(log q + gumbel) with the noise the target will use. A row with a NaN, or with no finite score, is
+    bad: its choice is 0, its q is all zero, and the draft must end before it (docs/cases.md 21).
     """
     if rows.kinds <= {GREEDY}:
         choice = scores.argmax(-1)
