@@ -12,6 +12,8 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, Literal
 
+from trtllm_forespark.runtime.speculation import Speculation
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 GREEDY, SEEDED, UNSEEDED = 0, 1, 2
@@ -155,6 +157,7 @@ class Request:
     eos_ids: the model's own end tokens. num_computed_tokens: tokens whose keys and values are in the cache.
     callback(request, new token ids) is called after each step that emitted tokens.
     priority: 0 to 1, TensorRT-LLM's; the higher goes first, equals in order of arrival.
+    passed_over: steps in a row that it did not draft while others did.
     """
 
     id: Hashable
@@ -164,6 +167,7 @@ class Request:
     callback: Callable[[Request, list[int]], None] | None = None
     prompt: str | None = None
     priority: float = 0.5
+    speculation: Speculation = field(default_factory=Speculation)
 
     generation: int = 0
     status: Status = Status.WAITING
@@ -176,6 +180,7 @@ class Request:
     drafted: int = 0
     verified: int = 0
     accepted: int = 0
+    passed_over: int = 0
 
     @property
     def key(self) -> tuple[Hashable, int]:
@@ -218,6 +223,11 @@ class Request:
             raise ValueError(
                 f"request {self.id!r}: priority = {self.priority!r}: must be a number from 0 to 1; "
                 "give 0.5 for the usual one, more to go before it, less to go after it"
+            )
+        if not isinstance(self.speculation, Speculation):
+            raise ValueError(
+                f"request {self.id!r}: speculation = {self.speculation!r}: must be a Speculation; give for example "
+                "Speculation(max_draft_len=2)"
             )
         if not self.prompt_ids:
             raise ValueError(f"request {self.id!r}: the prompt is empty; give at least one token")
