@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from trtllm_forespark.runtime.backends.base import Backend, DraftBatch, TargetBatch
@@ -29,11 +30,20 @@ from trtllm_forespark.wcs.stages import Draft, Estimate, Outcome, Plan, Selectio
 @dataclass(frozen=True)
 class ExecutorConfig:
     """max_batch_size: requests that run at once. max_num_tokens: N + B of a step at most. seed: of the unseeded
-    requests' random streams, None takes entropy."""
+    requests' random streams, None takes entropy. max_passed_over: steps in a row that a request which may draft is left
+    without a draft while others draft; then it gets one token at least. 0: no bound."""
 
     max_batch_size: int = 64
     max_num_tokens: int = 1024
     seed: int | None = None
+    max_passed_over: int = 0
+
+    def __post_init__(self) -> None:
+        bound = self.max_passed_over
+        if not isinstance(bound, int) or isinstance(bound, bool) or bound < 0:
+            raise ValueError(
+                f"ExecutorConfig.max_passed_over = {bound!r}: must be an integer >= 0; give 0 for no bound"
+            )
 
 
 class Executor:
@@ -146,7 +156,9 @@ class Executor:
     def pre_draft_estimate(self, work: StepWork) -> Estimate | None:
         """Stage 1: what every candidate length would yield for each decoding request (eq. 2-3)."""
         n = len(work.decoding)
-        if n == 0 or not self.controller.policy.needs_estimate or self.controller.rests(n):
+        if n == 0 or not self.controller.policy.needs_estimate:
+            return None
+        if not any(r.speculation.min_draft for r in work.decoding) and self.controller.rests(n):
             return None
         return self.backend.estimate(self._draft_batch(work))
 
@@ -159,7 +171,20 @@ class Executor:
         spare = max(self.config.max_num_tokens - work.num_tokens, 0)
         if spare == 0:
             limits[:] = 0  # prompts fill the step: nothing could be verified
-        return self.controller.plan([r.key for r in work.decoding], estimate, limits, work.num_tokens, spare)
+        plan = self.controller.plan(
+            [r.key for r in work.decoding],
+            estimate,
+            limits,
+            work.num_tokens,
+            spare,
+            floors=self._floors(work),
+            overdue=self._overdue(work),
+        )
+        drafts = np.asarray(plan.draft_lengths)
+        if drafts.any():
+            for request, length, limit in zip(work.decoding, drafts.tolist(), limits.tolist(), strict=True):
+                request.passed_over = 0 if length else request.passed_over + (limit > 0)
+        return plan
 
     def draft(self, work: StepWork, plan: Plan) -> Draft:
         """Stage 3: one packed pass over the blocks of the requests that draft (§4.4)."""
@@ -279,7 +304,28 @@ class Executor:
         if self.backend.spec is None:
             return 0
         left = request.tokens_left(self.backend.max_seq_len) - 1
-        return max(0, min(self.block, left, self.backend.spec.max_position - 1 - request.num_computed_tokens))
+        return max(
+            0,
+            min(
+                request.speculation.longest(self.block),
+                left,
+                self.backend.spec.max_position - 1 - request.num_computed_tokens,
+            ),
+        )
+
+    def _floors(self, work: StepWork) -> npt.NDArray[np.int64] | None:
+        """[n], draft tokens each request asks for at least; None where all leave that to the policy."""
+        own = [r.speculation.min_draft for r in work.decoding]
+        if all(floor is None for floor in own):
+            return None
+        return np.array([self.controller.policy.floor if f is None else f for f in own], np.int64)
+
+    def _overdue(self, work: StepWork) -> npt.NDArray[np.bool_] | None:
+        """[n], who was passed over as long as may be; None where nobody was."""
+        bound = self.config.max_passed_over
+        if not bound or all(r.passed_over < bound for r in work.decoding):
+            return None
+        return np.array([r.passed_over >= bound for r in work.decoding])
 
     def _reserve(self, request: Request, tokens: int) -> None:
         if not self.scheduler.cache.reserve(request.id, tokens):

@@ -18,6 +18,7 @@ from trtllm_forespark.runtime.backends.torch_backend import TorchBackend
 from trtllm_forespark.runtime.executor import Executor, ExecutorConfig
 from trtllm_forespark.runtime.machine import choose_device, choose_dtype, prepare_allocator
 from trtllm_forespark.runtime.request import Request, RequestOutput, SamplingParams
+from trtllm_forespark.runtime.speculation import Speculation
 from trtllm_forespark.runtime.stops import StopStrings
 from trtllm_forespark.wcs.controller import WcsController
 from trtllm_forespark.wcs.latency import LatencyTable
@@ -123,7 +124,11 @@ class LLM:
         backend = self.backend
         if cache_tokens is not None:
             backend = backend.beside(-(-cache_tokens // backend.page_size))
-        return Executor(backend, controller, ExecutorConfig(config.max_batch_size, config.max_num_tokens, config.seed))
+        return Executor(
+            backend,
+            controller,
+            ExecutorConfig(config.max_batch_size, config.max_num_tokens, config.seed, config.max_passed_over),
+        )
 
     def _recalibration(self) -> Recalibration | None:
         """A fresh one, or that of the file the settings name. Raises ValueError where such a file would go unread."""
@@ -190,11 +195,13 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_tokens: Callable[[int, list[int]], None] | None = None,
         priority: float | Sequence[float] = 0.5,
+        speculation: Speculation | Sequence[Speculation] | None = None,
     ) -> RequestOutput | list[RequestOutput]:
         """Generate for one prompt (text or token ids) or a list of prompts, in one continuous batch.
 
         sampling_params: one for all or one a prompt. on_tokens(index, new token ids) streams.
-        priority: 0 to 1, one for all or one a prompt; the higher goes first, equals in their order. Raises
+        priority: 0 to 1, one for all or one a prompt; the higher goes first, equals in their order.
+        speculation: overrides of speculation, one for all or one a prompt; None: as the engine does it. Raises
         ValueError before any work for a prompt that cannot run; a request that fails while running has finish_reason
         "error".
         """
@@ -207,12 +214,13 @@ class LLM:
             if len(params) != len(prompts):
                 raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one a prompt")
         priorities = _one_each("priority", priority, len(prompts))
+        overrides = _one_each("speculation", speculation or Speculation(), len(prompts))
         requests = []
         for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             callback = None
             if on_tokens:
                 callback = lambda _, tokens, index=index: on_tokens(index, tokens)  # noqa: E731
-            request = self.request(prompt, own, callback, priority=priorities[index])
+            request = self.request(prompt, own, callback, priority=priorities[index], speculation=overrides[index])
             request.check_fits(self.max_seq_len, self.backend.vocab_size)
             requests.append(request)
         try:

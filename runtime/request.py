@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from trtllm_forespark.runtime.history import TokenCounts
     from trtllm_forespark.runtime.stops import StopMatch, StopStrings
 
+from trtllm_forespark.runtime.speculation import Speculation
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -42,6 +44,7 @@ class Request:
     token_counts: how often it said what, kept for requests with penalties alone.
     callback(request, new token ids) is called after each step that emitted tokens.
     priority: 0 to 1, TensorRT-LLM's; the higher goes first, equals in order of arrival.
+    passed_over: steps in a row that it did not draft while others did.
     """
 
     id: Hashable
@@ -53,6 +56,7 @@ class Request:
     priority: float = 0.5
     bad_words: Sequence[Sequence[int]] = ()
     stops: StopStrings | None = None
+    speculation: Speculation = field(default_factory=Speculation)
 
     generation: int = 0
     status: Status = Status.WAITING
@@ -67,6 +71,7 @@ class Request:
     drafted: int = 0
     verified: int = 0
     accepted: int = 0
+    passed_over: int = 0
 
     @property
     def key(self) -> tuple[Hashable, int]:
@@ -121,6 +126,11 @@ class Request:
         ):
             if given and not made:
                 raise ValueError(f"request {self.id!r}: {name} = {given!r} needs a tokenizer; make it with LLM.request")
+        if not isinstance(self.speculation, Speculation):
+            raise ValueError(
+                f"request {self.id!r}: speculation = {self.speculation!r}: must be a Speculation; give for example "
+                "Speculation(max_draft_len=2)"
+            )
         if not self.prompt_ids:
             raise ValueError(f"request {self.id!r}: the prompt is empty; give at least one token")
         if len(self.prompt_ids) >= max_seq_len:

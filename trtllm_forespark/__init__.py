@@ -13,15 +13,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from trtllm_forespark.runtime.llm import LLM
     from trtllm_forespark.runtime.request import RequestOutput, SamplingParams
+    from trtllm_forespark.runtime.speculation import Speculation
 
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "Speculation", "__version__"]
 
 try:
     __version__ = version("trtllm-forespark")
 except PackageNotFoundError:  # a checkout that was never installed
     __version__ = "0+unknown"
 
-_HOMES = {"LLM": "runtime.llm", "SamplingParams": "runtime.request", "RequestOutput": "runtime.request"}
+_HOMES = {
+    "LLM": "runtime.llm",
+    "SamplingParams": "runtime.request",
+    "RequestOutput": "runtime.request",
+    "Speculation": "runtime.speculation",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -35,6 +35,9 @@ class EngineConfig(BaseModel):
     max_seq_len: int | None = Field(None, ge=2, description="prompt and output; None: the model's context")
     kv_cache_tokens: int | None = Field(None, ge=1, description="None: room for max_batch_size requests of 512 tokens")
     min_draft: int = Field(0, ge=0, description="draft tokens every request gets at least (the paper's fairness floor)")
+    max_passed_over: int = Field(
+        0, ge=0, description="steps in a row that a request may not draft while others do; 0: no bound"
+    )
     whole_pieces: bool = Field(True, description="never stop a draft inside a flat piece of its envelope")
     adapt: bool = Field(True, description=_ADAPT)
     recalibrate: bool = Field(True, description=_RECALIBRATE)

@@ -111,16 +111,25 @@ class WcsController:
         limits: Any,
         num_tokens: int,
         max_budget: int | None = None,
+        *,
+        floors: npt.NDArray[np.int64] | None = None,
+        overdue: npt.NDArray[np.bool_] | None = None,
     ) -> Plan:
         """Stages 1 and 2: draft lengths of this step (`totals`, then `split`).
 
         keys: the n decoding requests. estimate: their pre-draft estimates, None where the policy needs none or none
         exists yet. limits: [n], the most tokens each may draft now (context limit, max_tokens, ...); below 0 is 0.
         num_tokens: N, tokens of the step that are no drafts: one anchor a request, and prefill tokens. max_budget: the
-        most draft tokens that may be verified in this step, for a step's limit of tokens.
+        most draft tokens that may be verified in this step, for a step's limit of tokens. floors: [n], draft tokens
+        each gets at least within its limit; None: the policy's own floor. overdue: [n], who gets one at least if
+        anything is drafted.
         """
-        step = self.before_draft(keys, estimate, limits, num_tokens)
+        step = self.before_draft(keys, estimate, limits, num_tokens, floors)
         totals, lengths = self.policy.plan(step)
+        if self.policy.needs_drafter and floors is not None:
+            lengths = np.maximum(lengths, np.minimum(floors, step.limits))
+        if overdue is not None and lengths.any():
+            lengths = np.maximum(lengths, np.minimum(overdue, step.limits))
         if self._adapt and not lengths.any():
             if self.recalibration is not None and estimate is not None and estimate.logits is not None:
                 self.recalibration.fade()
@@ -316,7 +325,14 @@ class WcsController:
         """Requests that something is remembered of."""
         return frozenset((r, self._generation.get(r, -1)) for r in {*self._generation, *self._confidence})
 
-    def before_draft(self, keys: Sequence[Key], estimate: Estimate | None, limits: Any, num_tokens: int) -> BeforeDraft:
+    def before_draft(
+        self,
+        keys: Sequence[Key],
+        estimate: Estimate | None,
+        limits: Any,
+        num_tokens: int,
+        floors: npt.NDArray[np.int64] | None = None,
+    ) -> BeforeDraft:
         """Gather what a policy reads, with the mean of the others for a request nothing is known about (section 5)."""
         for request, generation in keys:
             known = self._generation.get(request)
@@ -333,7 +349,7 @@ class WcsController:
         survival = self._survival(len(keys), estimate)
         if self.recalibration is None or estimate is None or estimate.logits is None:
             survival = self.before.apply(survival)
-        return BeforeDraft(survival, confidence, limits, num_tokens, self.table, self.ops)
+        return BeforeDraft(survival, confidence, limits, num_tokens, self.table, self.ops, floors)
 
     def _survival(self, n: int, estimate: Estimate | None) -> npt.NDArray[np.float32]:
         shape = (n, self.block, self.block)

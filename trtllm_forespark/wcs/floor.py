@@ -9,10 +9,10 @@ Ints = npt.NDArray[np.integer]
 Lengths = npt.NDArray[np.int64]
 
 
-def forced_lengths(rewards: npt.NDArray[np.float32], limits: Ints | None, floor: int) -> Lengths:
-    """Lengths a floor forces: not past the limit, and nothing where no length has any reward."""
+def forced_lengths(rewards: npt.NDArray[np.float32], limits: Ints | None, floor: int | Ints) -> Lengths:
+    """Lengths a floor (one for all, or [n]) forces: not past the limit, and nothing where no length has any reward."""
     block = rewards.shape[1] - 1
-    forced = np.full(len(rewards), min(max(floor, 0), block), dtype=np.int64)
+    forced = np.broadcast_to(np.clip(floor, 0, block), len(rewards)).astype(np.int64)
     if limits is not None:
         forced = np.minimum(forced, np.maximum(limits, 0))
     return np.where(np.isfinite(rewards).all(axis=1) & (rewards > 0).any(axis=1), forced, 0)

@@ -42,7 +42,8 @@ class BeforeDraft:
     """All a policy may look at before the drafts exist.
 
     survival: [n, K, K], the requests' estimates. confidence: [n, K], post-draft survival of each request's previous
-    step. Both are zeros for a policy that does not read them. limits: [n] int64, 0..K. num_tokens: N.
+    step. Both are zeros for a policy that does not read them. limits: [n] int64, 0..K. num_tokens: N. floors: [n], what
+    requests ask for at least, in the place of the policy's own floor; None: nobody does.
     """
 
     survival: Array
@@ -51,6 +52,7 @@ class BeforeDraft:
     num_tokens: int
     table: LatencyTable | None
     ops: Ops
+    floors: npt.NDArray[np.int64] | None = None
 
 
 class Policy:
@@ -189,6 +191,10 @@ class WorkConserving(Policy):
         """Survival [n, K, K] this policy goes by."""
         return step.survival
 
+    def floors(self, step: BeforeDraft) -> int | npt.NDArray[np.int64]:
+        """The policy's floor, or each request's."""
+        return self.floor if step.floors is None else step.floors
+
     def totals(self, step: BeforeDraft) -> Totals:
         return self._by(schedule.decide, step)
 
@@ -206,15 +212,16 @@ class WorkConserving(Policy):
             step.num_tokens,
             step.table,
             limits=step.limits,
-            floor=self.floor,
+            floor=self.floors(step),
             pieces=self.pieces,
         )
 
     def split(self, step: BeforeDraft, totals: Totals) -> npt.NDArray[np.int64]:
         rewards = step.ops.rewards(self.curves(step))
-        if self.floor == 0:
+        floor = self.floors(step)
+        if not np.any(floor):
             return step.ops.split(step.ops.scores(rewards, step.limits), totals.total, self.pieces)
-        forced = forced_lengths(rewards, step.limits, self.floor)
+        forced = forced_lengths(rewards, step.limits, floor)
         score = step.ops.scores(beyond(limited(rewards, step.limits), forced), step.limits - forced)
         return forced + step.ops.split(score, totals.total - int(forced.sum()), self.pieces)
 

@@ -78,15 +78,15 @@ def joint_schedule(
     table: LatencyTable,
     *,
     limits: Ints | None = None,
-    floor: int = 0,
+    floor: int | Ints = 0,
     pieces: Pieces = "whole",
 ) -> Schedule:
     """Draft lengths and budget of the highest expected goodput (eq. 4).
 
     rewards: [n, K + 1]. survival: [n, K, K]. num_tokens: N, the step's tokens that are no drafts (anchors, prefill).
-    limits: [n], longest draft of each request (K where None). floor: tokens every request drafts at least, where its
-    limit allows and its curve is not NaN or 0 (section 7, fairness); with a floor, what it forces is taken as given and
-    the schedule goes on from there. Of equal goodputs the longer drafts are taken: their slots are free.
+    limits: [n], longest draft of each request (K where None). floor: tokens every request (or each, [n]) drafts at
+    least, where its limit allows and its curve is not NaN or 0 (section 7, fairness); what it forces is taken as given
+    and the schedule goes on from there. Of equal goodputs the longer drafts are taken: their slots are free.
 
     Candidates are one schedule for each pair of latency buckets, the largest that fits; for small batches (see
     `EXACT_SLOTS`) every total, each priced exactly. Ignored: within one total, other divisions than that by scores
@@ -98,7 +98,7 @@ def joint_schedule(
     rewards = limited(np.asarray(rewards, dtype=np.float32), limits)
     prices = table.prices(n, block, num_tokens)
     step = Step(n, block, num_tokens, prices, survival, pieces)
-    if n == 1 and floor == 0 and pieces == "whole":
+    if n == 1 and not np.any(floor) and pieces == "whole":
         one = _one_request(step, rewards[0])
         table.note_use(1, min(one.total, 1), one.total + 1, num_tokens + one.budget)
         return one
@@ -124,7 +124,7 @@ def decide(
     table: LatencyTable,
     *,
     limits: Ints | None = None,
-    floor: int = 0,
+    floor: int | Ints = 0,
     pieces: Pieces = "whole",
 ) -> Totals:
     """The batch totals of eq. 4, all the host decides before the drafter starts (section 5); arguments as above.
@@ -144,9 +144,9 @@ def decide(
     return choice
 
 
-def _is_small(n: int, block: int, floor: int = 0) -> bool:
+def _is_small(n: int, block: int, floor: int | Ints = 0) -> bool:
     """Whether every total is a candidate, so that totals come with their lengths; else one for each pair of buckets."""
-    return floor > 0 or n * block <= EXACT_SLOTS
+    return bool(np.any(floor)) or n * block <= EXACT_SLOTS
 
 
 def split(score: FloatArray, total: int, pieces: Pieces = "whole") -> Lengths:
