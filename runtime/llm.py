@@ -199,7 +199,8 @@ class LLM:
     ) -> RequestOutput | list[RequestOutput]:
         """Generate for one prompt (text or token ids) or a list of prompts, in one continuous batch.
 
-        sampling_params: one for all or one a prompt. on_tokens(index, new token ids) streams.
+        sampling_params: one for all or one a prompt; with n > 1 an output holds n completions (the prompt is computed
+        for each). on_tokens(index, new token ids) streams, for n = 1.
         priority: 0 to 1, one for all or one a prompt; the higher goes first, equals in their order.
         speculation: overrides of speculation, one for all or one a prompt; None: as the engine does it. Raises
         ValueError before any work for a prompt that cannot run; a request that fails while running has finish_reason
@@ -215,14 +216,19 @@ class LLM:
                 raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one a prompt")
         priorities = _one_each("priority", priority, len(prompts))
         overrides = _one_each("speculation", speculation or Speculation(), len(prompts))
-        requests = []
+        if on_tokens and any(own.n > 1 for own in params):
+            raise ValueError("on_tokens does not say which of n outputs goes on; give n = 1, or the prompt n times")
+        requests: list[Request] = []
         for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             callback = None
             if on_tokens:
                 callback = lambda _, tokens, index=index: on_tokens(index, tokens)  # noqa: E731
-            request = self.request(prompt, own, callback, priority=priorities[index], speculation=overrides[index])
-            request.check_fits(self.max_seq_len, self.backend.vocab_size)
-            requests.append(request)
+            for i in range(own.n):
+                request = self.request(
+                    prompt, own.sample(i), callback, priority=priorities[index], speculation=overrides[index]
+                )
+                request.check_fits(self.max_seq_len, self.backend.vocab_size)
+                requests.append(request)
         try:
             for request in requests:
                 self.executor.submit(request)
@@ -232,7 +238,8 @@ class LLM:
             for request in requests:
                 self.executor.cancel(request.id)
             raise
-        outputs = [RequestOutput.of(r, self.tokenizer.decode(r.output_ids)) for r in requests]
+        each = iter([RequestOutput.of(r, self.tokenizer.decode(r.output_ids)) for r in requests])
+        outputs = [RequestOutput.of_samples(list(itertools.islice(each, own.n))) for own in params]
         return outputs[0] if single else outputs
 
     def answer(self, text: str, sampling_params: SamplingParams) -> RequestOutput:

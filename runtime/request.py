@@ -6,7 +6,7 @@ Names and meaning follow TensorRT-LLM's LLM API (`SamplingParams`, `RequestOutpu
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -119,6 +119,10 @@ class Request:
             raise ValueError(
                 f"request {self.id!r}: priority = {self.priority!r}: must be a number from 0 to 1; "
                 "give 0.5 for the usual one, more to go before it, less to go after it"
+            )
+        if self.params.n != 1:
+            raise ValueError(
+                f"request {self.id!r}: n = {self.params.n} are as many requests; use LLM.generate, or params.sample(i)"
             )
         for name, given, made in (
             ("stop", self.params.stop_strings, self.stops is not None),
@@ -244,7 +248,19 @@ class RequestOutput:
     @property
     def avg_decoded_tokens_per_iter(self) -> float | None:
         """TensorRT-LLM's name for tokens a step."""
-        return self.outputs[0].length / self.steps if self.steps else None
+        return sum(output.length for output in self.outputs) / self.steps if self.steps else None
+
+    @classmethod
+    def of_samples(cls, samples: Sequence[RequestOutput]) -> RequestOutput:
+        """One output of several requests for the same prompt; counts are added up, the first error stands for all."""
+        outputs = [replace(sample.outputs[0], index=i) for i, sample in enumerate(samples)]
+        return replace(
+            samples[0],
+            outputs=outputs,
+            finished=all(sample.finished for sample in samples),
+            error=next((sample.error for sample in samples if sample.error), None),
+            **{name: sum(getattr(s, name) for s in samples) for name in ("steps", "drafted", "verified", "accepted")},
+        )
 
     @classmethod
     def of(cls, request: Request, text: str = "") -> RequestOutput:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,7 @@ GREEDY, SEEDED, UNSEEDED = 0, 1, 2
 
 # TensorRT-LLM parameters we know but do not serve yet: the values that mean "off", and what to do instead.
 _NOT_YET: dict[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), "submit the prompt once for each sample, with different seeds"),
-    "best_of": ((None, 1), "submit the prompt several times and choose"),
+    "best_of": ((None, 1), "give n and choose among the outputs"),
     "use_beam_search": ((False,), "use sampling"),
     "logits_processor": ((None,), "leave it out"),
     "logprobs": ((None, False), "leave it out"),
@@ -62,6 +62,8 @@ class SamplingParams:
         vocabulary, or a mapping from token id to number (OpenAI's logit_bias); -inf bars a token. Not compared by ==.
     seed: 0 to 2**64 - 1. The same prompt, settings and seed give the same tokens whatever else is in the batch
         (float32; docs/lossless.md, rule 7). None: a different draw each time.
+    n: outputs of each prompt, drawn independently; with a seed, the first takes it and the others take seeds derived
+        from it. Not for greedy sampling, which has but one.
     end_id: the end-of-sequence token; None: the model's own. ignore_eos: go on past it.
     stop_token_ids: further tokens that end the output. The token that ends it is kept, as its last one.
     stop: a string or several. The output ends with the token with which its text first contains one; the text is cut
@@ -120,6 +122,11 @@ class SamplingParams:
         self._check_real("frequency_penalty", "give 0 for none, more to discourage repetition", least=-math.inf)
         if self.embedding_bias is not None:
             _ = self.bias
+        self._check_int("n", 1, "give the number of outputs")
+        if self.n is None:
+            raise _refuse("n", self.n, "must be an integer >= 1", "give the number of outputs")
+        if self.n > 1 and self.greedy:
+            raise _refuse("n", self.n, "greedy sampling has one output", "set temperature, top_k or top_p, or n = 1")
         for name in ("stop_token_ids", "bad_token_ids"):
             ids = getattr(self, name)
             if ids is not None and not (isinstance(ids, (list, tuple)) and all(_is_int(t) and t >= 0 for t in ids)):
@@ -175,6 +182,14 @@ class SamplingParams:
                 "each token id; give a tensor of the vocabulary's size or a mapping from token id to number"
             )
         return ids, values
+
+    def sample(self, index: int) -> SamplingParams:
+        """Of the output ``index`` < n alone, as a request of its own: n = 1 and a seed of its own where one is set."""
+        seed = self.seed
+        if seed is not None and index:
+            digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
+            seed = int.from_bytes(digest, "little")
+        return self if self.n == 1 else replace(self, n=1, seed=seed)
 
     @cached_property
     def stop_strings(self) -> list[str]:

@@ -83,6 +83,8 @@ def test_accepted_drafts_behind_the_cut_do_not_count() -> None:
         ("end_id", -2),
         ("ignore_eos", 1),
         ("n", 2),
+        ("n", 0),
+        ("n", None),
         ("n", True),
         ("stop", 7),
         ("stop", ""),
