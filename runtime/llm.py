@@ -208,12 +208,8 @@ class LLM:
         """
         single = isinstance(inputs, str) or (len(inputs) > 0 and isinstance(inputs[0], int))
         prompts: list[Prompt] = [inputs] if single else list(inputs)  # type: ignore[list-item, arg-type]
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(prompts)
-        else:
-            params = list(sampling_params)
-            if len(params) != len(prompts):
-                raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one a prompt")
+        given = SamplingParams() if sampling_params is None else sampling_params
+        params = _one_each("sampling_params", given, len(prompts))
         priorities = _one_each("priority", priority, len(prompts))
         overrides = _one_each("speculation", speculation or Speculation(), len(prompts))
         if on_tokens and any(own.n > 1 for own in params):
@@ -274,5 +270,5 @@ def _one_each(name: str, given: Any, count: int) -> list[Any]:
     if not isinstance(given, (list, tuple)):
         return [given] * count
     if len(given) != count:
-        raise ValueError(f"{name} = {given!r}: {len(given)} for {count} prompts; give one, or one a prompt")
+        raise ValueError(f"{len(given)} {name} for {count} prompts; give one, or one a prompt")
     return list(given)
