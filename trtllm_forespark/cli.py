@@ -172,6 +172,23 @@ def bench_forward(args: argparse.Namespace) -> int:
     return 0
 
 
+def bench_executor(args: argparse.Namespace) -> int:
+    from trtllm_forespark.runtime.bench import executor
+    from trtllm_forespark.runtime.bench.prompts import load_prompts
+
+    loads, policies = numbers(args.requests), names(args.policies)
+    check_policies(policies)
+    if args.steps < 1:
+        raise UsageError(f"--steps {args.steps}: give 1 or more")
+    model = None
+    if not args.stub_only:
+        llm = make_llm(args, policy="ar", max_batch_size=max(loads))
+        model = executor.embedded(llm, [p["prompt"] for p in load_prompts(None)])
+    result = executor.run(loads, policies, args.steps, model, say if args.json == "-" else print)
+    write_json(args.json, result)
+    return 0
+
+
 def bench_decode(args: argparse.Namespace) -> int:
     from trtllm_forespark.runtime.bench import decode
     from trtllm_forespark.runtime.bench.prompts import load_prompts
@@ -355,6 +372,9 @@ def build_parser() -> argparse.ArgumentParser:
         bench, "scheduler", bench_scheduler, "the host's decision: time and goodput lost against exhaustive search"
     )
     _lazy(made, "scheduler")
+    made = add(bench, "executor", bench_executor, "the loop's own time: all of a step that is no pass of a model")
+    _lazy(made, "executor")
+    add_engine_arguments(made, policy=False)
     made = add(bench, "forward", bench_forward, "a pass against its matrix products alone")
     _lazy(made, "forward")
 
