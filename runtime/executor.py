@@ -179,6 +179,7 @@ class Executor:
             spare,
             floors=self._floors(work),
             overdue=self._overdue(work),
+            context=sum(r.num_computed_tokens for r in work.decoding) // max(len(work.decoding), 1),
         )
         drafts = np.asarray(plan.draft_lengths)
         if drafts.any():

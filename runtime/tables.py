@@ -48,8 +48,10 @@ def load_or_profile(llm: LLM, say: Say) -> LatencyTable:
         except LatencyTableError as error:
             say(f"measuring again: {error}")
     else:
-        say("no latency table for this machine yet; measuring (some minutes, kept for the next start)")
-    table = measure(llm, say, max_requests=largest, log=path.with_suffix(".log.jsonl"))
+        say(
+            "no latency table for this machine yet; measuring a coarse one (kept; `forespark profile` makes a fine one)"
+        )
+    table = measure(llm, say, timings=3, max_requests=largest, coarse=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     table.save(temporary)
@@ -119,10 +121,12 @@ def measure(
     context: int | None = None,
     max_requests: int | None = None,
     log: Path | None = None,
+    coarse: bool = False,
 ) -> LatencyTable:
     """Time the target and the drafter over a grid of batch sizes and lengths (appendix B).
 
-    context: tokens every request has (None: 160, or what the engine's limit leaves). log: see `Timings`.
+    context: tokens every request has (None: 160, or what the engine's limit leaves). log: see `Timings`. coarse: fewer
+    points, for a start that must not take long.
     """
     spec = llm.backend.spec
     if spec is None:
@@ -131,6 +135,8 @@ def measure(
     probe = Probe(llm.backend, context, max_requests or USUAL_REQUESTS)
     sizes = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n <= probe.max_requests]
     lengths = [d for d in (1, 2, 3, 5, 7, 10, 15, 23, 31) if d <= spec.block]
+    if coarse:
+        lengths = sorted({1, (spec.block + 1) // 2, spec.block})
     kept = Timings(log, {**llm.identity, "context": context, "timings": timings}) if log else None
     if kept and kept.resumed:
         say(f"profile: {kept.resumed} times of an earlier run are taken up")

@@ -77,5 +77,5 @@ def test_steps_with_prefill_and_policies_without_a_table_are_not_judged() -> Non
     for _ in range(99):
         controller.timed(plan, selection, 12, tokens=2, draft=0.0, verify=99.0, whole=99.0)
         assert not controller.rests(2)
-    assert controller.pace is not None and controller.pace.factor == 1.0
+    assert controller.live is not None and controller.live.factor() == 1.0 and controller.live.drift is None
     WcsController(make_policy("ar"), None, 0).timed(plan, selection, 2, tokens=2, draft=0.0, verify=1.0, whole=1.0)

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from trtllm_forespark.wcs.correction import Correction
 from trtllm_forespark.wcs.latency import LatencyTable
+from trtllm_forespark.wcs.live import LiveTable, Pass
 from trtllm_forespark.wcs.ops import NumpyOps, Ops
-from trtllm_forespark.wcs.pace import Pace
 from trtllm_forespark.wcs.policies import BeforeDraft, Policy
 from trtllm_forespark.wcs.recalibration import Recalibration
 from trtllm_forespark.wcs.rest import Rest
@@ -47,13 +47,13 @@ class WcsController:
     request nothing is known about, when nothing is known of any other (the drafter's calibrated mean); None: expect
     nothing, so draft nothing then.
 
-    adapt: correct both estimates by what is accepted (`Correction`) and the table by what steps take (`Pace`), and pass
-    over steps at loads where looking for drafts has not paid (`Rest`): there speculation costs next to nothing.
+    adapt: correct both estimates by what is accepted (`Correction`) and the table by what steps take (`LiveTable`), and
+    pass over steps at loads where looking for drafts has not paid (`Rest`): there speculation costs next to nothing.
     recalibration: where estimates and drafts bring their logits, survival is made of them by this, which follows what
     is accepted, and not corrected any further. Needs adapt.
 
     State: the previous step's post-draft survival of each live request, a decaying mean of it, the two corrections,
-    the recalibration, the pace, and whether looking has paid. Not thread-safe.
+    the recalibration, the live table, and whether looking has paid. Not thread-safe.
     """
 
     def __init__(
@@ -72,7 +72,8 @@ class WcsController:
         if policy.needs_table and table is None:
             raise ValueError(f"policy {policy.name!r} needs a latency table; make one with `forespark profile`")
         self.policy, self.block, self.ops = policy, block, ops or NumpyOps()
-        self.pace = None if table is None else Pace(table)
+        self.live = None if table is None else LiveTable(table)
+        self._context = 0  # of the step at hand, mean tokens a request
         self.prior = np.zeros((block, block), np.float32) if prior is None else np.asarray(prior, np.float32)
         if self.prior.shape != (block, block):
             raise ValueError(f"prior has shape {self.prior.shape}; a block of {block} needs ({block}, {block})")
@@ -93,8 +94,8 @@ class WcsController:
 
     @property
     def table(self) -> LatencyTable | None:
-        """What steps are priced with: the table that was given, at this run's pace."""
-        return None if self.pace is None else self.pace.table
+        """What this step is priced with: the table that was given, as this run's steps corrected it."""
+        return None if self.live is None else self.live.at(self._context)
 
     def rests(self, n: int) -> bool:
         """Whether this step of n decoding requests is passed over: no estimate, and `nothing` for a plan. Ask once."""
@@ -114,6 +115,7 @@ class WcsController:
         *,
         floors: npt.NDArray[np.int64] | None = None,
         overdue: npt.NDArray[np.bool_] | None = None,
+        context: int = 0,
     ) -> Plan:
         """Stages 1 and 2: draft lengths of this step (`totals`, then `split`).
 
@@ -122,8 +124,9 @@ class WcsController:
         num_tokens: N, tokens of the step that are no drafts: one anchor a request, and prefill tokens. max_budget: the
         most draft tokens that may be verified in this step, for a step's limit of tokens. floors: [n], draft tokens
         each gets at least within its limit; None: the policy's own floor. overdue: [n], who gets one at least if
-        anything is drafted.
+        anything is drafted. context: mean tokens a request has in the cache, by which the table may differ.
         """
+        self._context = context
         step = self.before_draft(keys, estimate, limits, num_tokens, floors)
         totals, lengths = self.policy.plan(step)
         if self.policy.needs_drafter and floors is not None:
@@ -300,15 +303,18 @@ class WcsController:
         estimate and the schedule together."""
         lengths = np.asarray(plan.draft_lengths)
         n = len(lengths)
-        if not self._adapt or self.pace is None or num_tokens != n or n == 0:
+        if not self._adapt or self.live is None or num_tokens != n or n == 0:
             return  # with prefill in the step the table only extrapolates
-        prices = self.pace.measured.prices(n, self.block, num_tokens)
+        prices = self.live.plain(self._context).prices(n, self.block, num_tokens)
         drafting, total = int(np.count_nonzero(lengths)), int(lengths.sum())
         verified = num_tokens + int(np.asarray(selection.verified_lengths).sum())
         draft_price = float(prices.draft_at(drafting, total + drafting)) if drafting else 0.0
         verify_price = float(prices.verify_at(verified))
-        times = {"draft": (draft, draft_price), "verify": (verify, verify_price)} if drafting else {}
-        self.pace.saw(**times)
+        self.live.saw(
+            Pass(n, verified, verify, verify_price),
+            Pass(drafting, total + drafting, draft, draft_price) if drafting else None,
+            self._context,
+        )
         if self.rest is not None and plan.looked is not None:
             price, plain = draft_price + verify_price, float(prices.verify_at(n))
             self.rest.saw(n, plan.looked, tokens, whole, price, plain, look)

@@ -59,6 +59,7 @@ class Surface:
         self.name = name
         _check(self.entries, name)
         self._warned = False
+        self.log_counts: Array = np.log2([(e.requests, e.tokens) for e in self.entries])
         self.requests: Array = np.unique([e.requests for e in self.entries])
         self.tokens: Array = np.unique([e.tokens for e in self.entries])
         rows = []
@@ -208,10 +209,14 @@ class LatencyTable:
             self._grid = tokens, np.concatenate([np.zeros((1, len(tokens))), self.draft.rows(requests, tokens)])
         return self._grid
 
-    def with_draft_scaled(self, factor: float) -> LatencyTable:
-        """The same table with T_draft times ``factor``."""
-        entries = [replace(e, seconds=e.seconds * factor) for e in self.draft.entries]
-        return replace(self, draft=Surface(entries, self.interpolation, self.draft.name))
+    def scaled(self, verify: Any = 1.0, draft: Any = 1.0) -> LatencyTable:
+        """The same table with T_verify and T_draft times these factors: one number, or one an entry."""
+        surfaces = []
+        for surface, factor in ((self.verify, verify), (self.draft, draft)):
+            factors = np.broadcast_to(factor, len(surface.entries)).tolist()
+            entries = [replace(e, seconds=e.seconds * f) for e, f in zip(surface.entries, factors, strict=True)]
+            surfaces.append(Surface(entries, self.interpolation, surface.name))
+        return replace(self, verify=surfaces[0], draft=surfaces[1])
 
     def note_use(self, n: int, drafting: int, draft_tokens: int, verify_tokens: int) -> None:
         """Warn, once, where a chosen step lies past the last bucket."""

@@ -21,9 +21,23 @@ class Pace:
 
     def __init__(self, table: LatencyTable) -> None:
         self.measured = table
-        self._tables: dict[int, LatencyTable] = {0: table}
         # Decayed sums of log(measured / expected), and their weights.
         self._ratios = {"draft": [0.0, 0.0], "verify": [0.0, 0.0]}
+
+    @property
+    def measured(self) -> LatencyTable:
+        """The table that is scaled. Setting another keeps what is known of the ratio."""
+        return self._tables[0]
+
+    @measured.setter
+    def measured(self, table: LatencyTable) -> None:
+        self._tables: dict[int, LatencyTable] = {0: table}
+
+    def another(self) -> Pace:
+        """One that knows the same and learns on its own."""
+        made = Pace(self.measured)
+        made._ratios = {kind: list(sums) for kind, sums in self._ratios.items()}
+        return made
 
     def saw(self, **times: tuple[float, float]) -> None:
         """One step's draft= and verify=, each (seconds it took, seconds the table says).
@@ -48,7 +62,7 @@ class Pace:
         """The table to price this step with."""
         power = self._power()
         if power not in self._tables:
-            self._tables[power] = self.measured.with_draft_scaled(_STEP**power)
+            self._tables[power] = self.measured.scaled(draft=_STEP**power)
         return self._tables[power]
 
     def _power(self) -> int:
