@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,32 +38,27 @@ class SamplingRows:
     @classmethod
     def of(cls, requests: Sequence[Request], device: torch.device | str = "cpu") -> SamplingRows:
         """One row a request, for the next token of its output (the one after the anchor)."""
-        reals, ints, barred, kinds = [], [], [], set()
-        for r in requests:
-            p, kind = r.params, r.params.kind
-            kinds.add(kind)
-            sampled = kind != GREEDY
-            temperature = p.temperature if sampled and p.temperature is not None else 1.0
-            reals.append(
-                (temperature, p.top_p if sampled and p.top_p is not None else 1.0, (p.min_p or 0.0) if sampled else 0.0)
-            )
-            seed = p.seed or 0
-            seed -= (seed >> 63) << 64  # the int64 with the same bits
-            out, least = len(r.output_ids), p.min_tokens or 0
-            ints.append((kind, (p.top_k or 0) if sampled else 0, seed, out, least))
-            barred.append(tuple(r.barred_ids) if out < least else ())
+        params = [r.params for r in requests]
+        reals = np.array([p.row[0] for p in params], np.float32).reshape(-1, 3)
+        ints = np.empty((len(params), 5), np.int64)
+        ints[:, [0, 1, 2, 4]] = np.array([p.row[1] for p in params], np.int64).reshape(-1, 4)
+        ints[:, 3] = [len(r.output_ids) for r in requests]
+        early = ints[:, 3] < ints[:, 4]
+        barred = [tuple(r.barred_ids) if e else () for r, e in zip(requests, early, strict=True)] if early.any() else []
         widest = max(map(len, barred), default=0)
         padded = [(ids + ids[-1:] * widest)[:widest] or (0,) * widest for ids in barred]
-        # A row without barred ids lists token 0; its min_tokens must not bar it.
-        ints = [i if ids else (*i[:4], 0) for i, ids in zip(ints, barred, strict=True)]
+        if barred:  # A row without barred ids lists token 0; its min_tokens must not bar it.
+            ints[[not ids for ids in barred], 4] = 0
+        else:
+            ints[:, 4] = 0
         return cls(
-            reals=torch.tensor(reals, dtype=torch.float32).reshape(-1, 3).to(device),
-            ints=torch.tensor(ints, dtype=torch.int64).reshape(-1, 5).to(device),
+            reals=torch.from_numpy(reals).to(device),
+            ints=torch.from_numpy(ints).to(device),
             barred=torch.tensor(padded, dtype=torch.int64).to(device) if widest else None,
-            kinds=frozenset(kinds),
-            top_k_most=max((i[1] for i in ints), default=0),
-            has_top_p=any(p < 1 for _, p, _ in reals),
-            has_min_p=any(p > 0 for *_, p in reals),
+            kinds=frozenset(ints[:, 0].tolist()),
+            top_k_most=int(ints[:, 1].max(initial=0)),
+            has_top_p=bool((reals[:, 1] < 1).any()),
+            has_min_p=bool((reals[:, 2] > 0).any()),
         )
 
     def __len__(self) -> int:

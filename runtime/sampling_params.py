@@ -212,6 +212,17 @@ class SamplingParams:
         return unset or self.temperature == 0 or self.top_k == 1 or self.top_p == 0
 
     @cached_property
+    def row(self) -> tuple[tuple[float, float, float], tuple[int, int, int, int]]:
+        """(temperature, top_p, min_p), (kind, top_k, seed, min_tokens): what a row of logits is sampled with. 1, 1, 0
+        and, of top_k, 0 are off, as they are in greedy rows. seed: the int64 with the same bits."""
+        seed = self.seed or 0
+        fixed = (seed - ((seed >> 63) << 64), self.min_tokens or 0)
+        if self.greedy:
+            return (1.0, 1.0, 0.0), (GREEDY, 0, *fixed)
+        temperature, top_p = (1.0 if x is None else float(x) for x in (self.temperature, self.top_p))
+        return (temperature, top_p, self.min_p or 0.0), (self.kind, self.top_k or 0, *fixed)
+
+    @cached_property
     def kind(self) -> int:
         """GREEDY, SEEDED or UNSEEDED."""
         return GREEDY if self.greedy else UNSEEDED if self.seed is None else SEEDED
